@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel": (is_off, ONE_PROGRAM),
     "per_device_train_tokens": (is_off, "set per_device_train_batch_size; leave it out"),
     "parallelism_config": (is_off, ONE_PROGRAM),
-    "phases": (is_off, "set layer.trainable, and train once for each phase; leave it out"),
     "pipeline_config": (is_off, ONE_PROGRAM),
     "profile": (is_off, "call tf.profiler.experimental.start and stop in a callback; leave it out"),
     "regularizers": (is_off, "these are passes of torch; write them into the model or the tf.data pipeline"),
@@ -229,6 +228,7 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
             "them out."
         )
     check_optimizer(str(args.optim))
+    check_rates(args.phases or ())  # type: ignore[arg-type]  # as read from the option
     for half, other in (("bf16", "fp16"), ("fp16", "bf16")):
         if getattr(args, half) and getattr(args, f"{other}_full_eval"):
             raise UnsupportedOption(
@@ -245,6 +245,25 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
     for name in ("tpu_zone", "gcp_project"):
         if getattr(args, name) is not None and args.tpu_name is None:
             raise ValueError(f"{name}={getattr(args, name)!r} says where a named TPU is: set tpu_name too.")
+
+
+def check_rates(phases: Iterable[Any]) -> None:
+    """Refuses several learning rates in one training phase, of which a Keras optimizer has one.
+
+    Raises:
+        UnsupportedOption: a phase has rates by pattern, or by depth.
+    """
+    for phase in phases:
+        asked = {
+            "learning_rate": phase.learning_rate if isinstance(phase.learning_rate, Mapping) else None,
+            "layer_decay": phase.layer_decay,
+        }
+        for setting, value in asked.items():
+            if value is not None:
+                raise UnsupportedOption(
+                    f"phases[{phase.name!r}].{setting}={value!r} is not supported with TensorFlow, whose optimizers "
+                    "have one learning rate: give a number, and train the layers in different phases."
+                )
 
 
 def check_optimizer(name: str) -> None:

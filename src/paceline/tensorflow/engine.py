@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,19 +21,18 @@ from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import COMPUTE, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.core.micro_batches import may_retry
 from paceline.tensorflow.coupling import check_coupling
-from paceline.tensorflow.data.batches import IGNORE_INDEX, Array, map_leaves, rows, size_of, split_weights
+from paceline.tensorflow.data.batches import Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
-from paceline.tensorflow.objective import NO_IGNORE_INDEX, NUM_COUNTS, TOKENS, Objective, Share, count
+from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
 from paceline.tensorflow.optim.optimizers import make_sum
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.placement import as_tensor, place
 from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
+from paceline.tensorflow.traced_errors import told_plainly
 from paceline.tensorflow.traces import describe, record
 
 logger = logging.getLogger(__name__)
 
-# TensorFlow's message on a CPU for a label that is no class; a GPU gives NaN instead
-OUTSIDE = re.compile(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
 FUSED, ACCUMULATE = "fused", "accumulate"  # the functions that are traced per batch shape
 NORM_EPSILON = 1e-6  # as torch adds to the norm before dividing by it
 
@@ -100,6 +97,19 @@ class TFEngine:
         self._counts: Any = None
         self._divisors: Any = None
         self._weights: tuple[Array, Any] | None = None  # counts of the last one-batch step, as a tensor
+        self.compile()
+
+    def follow(self, objective: Objective, trainables: Sequence[Any]) -> None:
+        """Trains other variables of the model, or with another loss, from the next optimizer step on.
+
+        Args:
+            objective: of the same model.
+            trainables: the variables that are trained; the others get no gradient.
+        """
+        self.objective, self.trainables = objective, list(trainables)
+        self.variables = [plain(variable) for variable in self.trainables]
+        self._sums, self._loss = [], None
+        self.num_traces = 0
         self.compile()
 
     def compile(self) -> None:
@@ -387,7 +397,7 @@ class TFEngine:
 
         Returns: loss, gradient norm and learning rate of the optimizer step, True if it was applied, and the outputs.
         """
-        gradients = dense(self.training_step(features, labels, num_items))
+        gradients = self._gradients_of(features, labels, num_items)
         outputs, loss = self._traced_outputs, self._loss_now()
         loss, gradients = self._sum_replicas(loss, gradients)
         gradients, norm = self._clipped(gradients)
@@ -425,11 +435,20 @@ class TFEngine:
             scaled = scale_loss(self.optimizer, part)
         return tape.gradient(scaled, self.variables), shown, outputs
 
+    def _gradients_of(self, features: object, labels: object, num_items: object) -> list[Any]:
+        """Returns the gradients of `training_step`, dense, of the variables that are trained."""
+        gradients = dense(self.training_step(features, labels, num_items))
+        every = self.model.trainable_variables
+        if len(gradients) != len(self.variables) and len(gradients) == len(every):  # an override gives those of all
+            by_variable = {id(plain(variable)): value for variable, value in zip(every, gradients, strict=True)}
+            return [by_variable[id(variable)] for variable in self.variables]
+        return gradients
+
     def _loss_now(self) -> Any:
         return tf.constant(math.nan) if self._traced_loss is None else self._traced_loss
 
     def _accumulate_one(self, features: object, labels: object, num_items: object) -> Any:
-        gradients = dense(self.training_step(features, labels, num_items))
+        gradients = self._gradients_of(features, labels, num_items)
         for total, value in zip(self._sums, gradients, strict=True):
             if value is not None:
                 total.assign_add(tf.cast(value, total.dtype))
@@ -519,30 +538,6 @@ def rate_of(optimizer: Any) -> Any:
     if callable(rate) and not hasattr(rate, "dtype"):
         rate = rate(optimizer.iterations)
     return tf.cast(tf.convert_to_tensor(rate), tf.float32)
-
-
-@contextmanager
-def told_plainly() -> Iterator[None]:
-    """Re-raises an error of traced code with its message and line, without TensorFlow's listing of generated code."""
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        found = OUTSIDE.search(str(error))
-        if found is None:
-            raise
-        raise ValueError(
-            NO_IGNORE_INDEX
-            if found[1] == str(IGNORE_INDEX)
-            else f"A label is {found[1]}, and the model tells {found[2]} classes apart: labels lie from 0 to "
-            f"{int(found[2]) - 1}; -100 is left out of the loss."
-        ) from error
-    except (ValueError, TypeError, AttributeError, KeyError, NotImplementedError) as error:
-        found = getattr(error, "ag_error_metadata", None)
-        if found is None:
-            raise
-        frame = found.translated_stack[-1]
-        name = Path(frame.filename).name
-        raise type(error)(f"{found.cause_message} ({name}, line {frame.lineno}, in {frame.function_name})") from error
 
 
 def dense(gradients: Sequence[Any]) -> list[Any]:

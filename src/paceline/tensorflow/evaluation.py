@@ -19,11 +19,11 @@ from paceline.core.signals import Interrupted
 from paceline.core.streaming import is_streaming, with_last
 from paceline.predictions.augmentation import EXTRA_ROWS, AugmentedSteps
 from paceline.tensorflow.data.batches import Array, map_leaves, separate, size_of, split_weights, to_array, to_rows
-from paceline.tensorflow.engine import told_plainly
 from paceline.tensorflow.framework import tf
 from paceline.tensorflow.objective import Objective, Share, count, mean_of
 from paceline.tensorflow.placement import place
 from paceline.tensorflow.precision import in_precision
+from paceline.tensorflow.traced_errors import told_plainly
 
 logger = logging.getLogger(__name__)
 

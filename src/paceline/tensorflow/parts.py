@@ -18,8 +18,8 @@ from paceline.tensorflow.checkpoint.saving import Checkpointer
 from paceline.tensorflow.evaluation import EvaluationSettings, Evaluator
 from paceline.tensorflow.model_card import card_facts
 from paceline.tensorflow.model_card import optimizer_of as describe_optimizer
-from paceline.tensorflow.optim.choose import SETTINGS, choose_optimizer
-from paceline.tensorflow.optim.following import FOLLOWING, FollowingSchedule, following_schedule
+from paceline.tensorflow.optim.choose import SETTINGS, choose_optimizer, described_schedule
+from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.optim.optimizers import OptimizerSettings, make_optimizer
 from paceline.tensorflow.optim.schedules import StepSchedule
 from paceline.tensorflow.overrides import check_methods, check_step
@@ -64,15 +64,14 @@ def compiled_optimizer_of(trainer: TFTrainer) -> Any:
 def schedule_of(trainer: TFTrainer, num_training_steps: int) -> FollowingSchedule | StepSchedule:
     """Returns the schedule that the arguments describe, for a run of `num_training_steps` optimizer steps."""
     args = trainer._own_options
-    name = str(args.lr_scheduler_type)
-    options: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]  # read from text by now
-    if name in FOLLOWING:
-        has_warmup = args.get_warmup_steps(1000) > 0
-        return following_schedule(name, args.learning_rate, options, has_warmup=has_warmup)
-    if args.poly_power != 1.0:
-        name, options = "polynomial", {"lr_end": 0.0, **options, "power": args.poly_power}
-    warmup = args.get_warmup_steps(num_training_steps)
-    return StepSchedule(name, args.learning_rate, num_training_steps, warmup, options)
+    return described_schedule(
+        str(args.lr_scheduler_type),
+        args.learning_rate,
+        dict(args.lr_scheduler_kwargs or {}),  # type: ignore[arg-type]  # read from text by now
+        num_training_steps=num_training_steps,
+        warmup_steps=args.get_warmup_steps,
+        power=args.poly_power,
+    )
 
 
 def optimizer_of(trainer: TFTrainer, learning_rate: object) -> Any:

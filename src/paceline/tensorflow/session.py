@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlo
 from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
 from paceline.tensorflow.checkpoint.variables import restore_variables
 from paceline.tensorflow.data.feed import TFFeed
-from paceline.tensorflow.data.sources import is_columns, source_of_batches
+from paceline.tensorflow.data.sources import Source, is_columns, source_of_batches
 from paceline.tensorflow.devices import World
 from paceline.tensorflow.engine import TFEngine
 from paceline.tensorflow.framework import keras, plain, tf
@@ -73,9 +74,15 @@ class TFTrainerMembers(core.Facade, Protocol):
 
     Attributes:
         eval_dataset: the evaluation data, or a dict of several.
+        data_collator: a list of samples -> a batch; None for the default one.
+        compute_loss_func: the loss; None for that of the model.
     """
 
     eval_dataset: Any
+    data_collator: Any
+    compute_loss_func: Callable[..., Any] | None
+    use_model: Callable[[Any], None]
+    run_model: Callable[..., Any]
     remake_model: Callable[[], None]
     get_train_tfdataset: Callable[[], Any]
     create_optimizer_and_scheduler: Callable[[int], None]
@@ -153,20 +160,27 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
 
     def open_data(self, checkpoint: Path | None) -> tuple[TFFeed, Plan]:
         args = self.options
-        source = source_of_batches(self.facade.get_train_tfdataset())
+        source = self.open_source()
         feed = TFFeed(
             source,
             accumulation=args.gradient_accumulation_steps,
             label_names=args.label_names,
             ignore_data_skip=args.ignore_data_skip,
         )
-        plan = resolve(
-            args,
+        return feed, self.make_plan(source)
+
+    def open_source(self) -> Source:
+        """Returns the source of the training batches."""
+        return source_of_batches(self.facade.get_train_tfdataset())
+
+    def make_plan(self, source: Source) -> Plan:
+        """Returns the plan of a run over a source."""
+        return resolve(
+            self.options,
             world_size=self.num_replicas,
             micro_batches_per_epoch=source.num_batches,
             samples_per_epoch=source.num_samples,
         )
-        return feed, plan
 
     def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
         is_first = self.world.process_index == 0
@@ -223,9 +237,13 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
             build = getattr(self.optimizer, "build", None)
             if callable(build) and not getattr(self.optimizer, "built", False):
-                build(self.model.trainable_variables)
+                build(self.optimized_variables())
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+
+    def optimized_variables(self) -> list[Any]:
+        """Returns the variables for which the optimizer holds state."""
+        return list(self.model.trainable_variables)
 
     def make_engine(self, plan: Plan, ledger: Ledger) -> TFEngine:
         """Returns the engine of a run."""
@@ -414,6 +432,14 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         if self.options.should_save and is_there:
             self.claim(run)
         return is_there
+
+
+def session_of(facade: object, phases: object) -> Session:
+    """Returns the session of a call: that of training phases, whose module is imported only if there are any."""
+    if not phases:
+        return Session(facade)
+    made: Session = importlib.import_module("paceline.tensorflow.phases.session").PhasedSession(facade)
+    return made
 
 
 def evaluation_samples(data: Any) -> int | None:

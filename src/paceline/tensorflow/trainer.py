@@ -58,7 +58,7 @@ from paceline.tensorflow.optim.choose import optimizer_pair
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overrides import check_data, check_methods
 from paceline.tensorflow.precision import POLICIES
-from paceline.tensorflow.session import Session
+from paceline.tensorflow.session import Session, session_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class TFTrainer(HubNames):
     has_own_optimizer: bool = False  # the Trainer created the optimizer, and the next `train` recreates it
 
     def _make_session(self) -> Session:
-        return Session(self)
+        return session_of(self, self._own_options.phases)
 
     def __init__(
         self,

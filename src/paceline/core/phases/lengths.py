@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from paceline.args import phases as options
 from paceline.args.phases import Phase
 from paceline.args.plan import Plan
-from paceline.args.sections import Options
 
 
 class PhaseLengths:
@@ -19,8 +18,9 @@ class PhaseLengths:
 
     Args:
         phases: the phases of the run.
-        args: the arguments of the run.
         epochs: optimizer steps in an epoch of each phase; None if its data has no length.
+        max_steps, num_train_epochs: as in the arguments; not above 0: the phases or the epochs are the length.
+        rises: True if larger values of a phase's metric are better.
 
     Attributes:
         max_steps: optimizer steps of the run.
@@ -29,21 +29,28 @@ class PhaseLengths:
         ValueError: the length of the run is unknown, or a phase would begin after it.
     """
 
-    def __init__(self, phases: Sequence[Phase], args: Options, epochs: Sequence[int | None]) -> None:
-        self.phases, self.args, self.epochs = phases, args, epochs
-        self.max_steps = self._run_length()
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        epochs: Sequence[int | None],
+        *,
+        max_steps: int,
+        num_train_epochs: float,
+        rises: Callable[[Phase], bool],
+    ) -> None:
+        self.phases, self.epochs, self._rises = phases, epochs, rises
+        self.max_steps = self._run_length(max_steps, num_train_epochs)
 
-    def _run_length(self) -> int:
-        args = self.args
+    def _run_length(self, max_steps: int, num_train_epochs: float) -> int:
         last = self.phases[-1].end.kind
-        if args.max_steps > 0:
-            length = args.max_steps
+        if max_steps > 0:
+            length: Any = max_steps
         elif last in (options.STEPS, options.OWN_STEPS, options.OWN_EPOCHS):
             length = self._ends(math.inf)[-1]
         elif self.epochs[0] is None:
             raise ValueError("phases: the training data has no length: set max_steps.")
         else:
-            length = math.ceil(round(args.num_train_epochs * self.epochs[0], 6))
+            length = math.ceil(round(num_train_epochs * self.epochs[0], 6))
         began = 0
         for phase, end in zip(self.phases, self._ends(length), strict=True):
             if began >= length or end > length or end <= began:
@@ -111,6 +118,6 @@ class PhaseLengths:
         """Returns the metric that a phase waits for, in parentheses; empty if it waits for none."""
         if not phase.end.is_measured:
             return ""
-        rises = phase.end.rises(self.args, phase.greater_is_better)
-        direction = f", {'maximized' if rises else 'minimized'}" if phase.end.kind == options.PLATEAU else ""
-        return f" (until {phase.until}{direction})"
+        if phase.end.kind != options.PLATEAU:
+            return f" (until {phase.until})"
+        return f" (until {phase.until}, {'maximized' if self._rises(phase) else 'minimized'})"

@@ -58,7 +58,8 @@ class PhaseCallbacks:
         progress: PhaseProgress,
         adapt: Callable[[list[Any]], list[Any]] = list,
     ) -> None:
-        self._of, self._phases, self._progress, self._adapt = of, phases, progress, adapt
+        self._of, self._phases = of, phases
+        self._progress, self._adapt = progress, adapt
         self._active: list[Any] = []
 
     def add(self, index: int) -> None:

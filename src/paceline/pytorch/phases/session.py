@@ -185,7 +185,13 @@ class PhasedSession(session.Session):
         """Finds the optimizer steps of the run, and of an epoch of each phase."""
         self.max_steps = 0
         epochs = [self.epoch_length(index) for index in range(len(self.phases))]
-        self.lengths = PhaseLengths(self.phases, self.options, epochs)
+        self.lengths = PhaseLengths(
+            self.phases,
+            epochs,
+            max_steps=self.options.max_steps,
+            num_train_epochs=self.options.num_train_epochs,
+            rises=lambda phase: phase.end.rises(self.options, phase.greater_is_better),
+        )
         self.max_steps = self.lengths.max_steps
 
     def epoch_length(self, index: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class TFFeed:
         self._restored = False
         self._has_warned = False  # that the order of the data cannot be restored exactly
         self._iterator: Iterator[Any] | None = None
+        self.before_epoch: Callable[[], None] | None = None  # called before an epoch's data is opened
 
     @property
     def is_restored(self) -> bool:
@@ -48,6 +49,8 @@ class TFFeed:
 
     def start_epoch(self, epoch: int) -> None:
         """Opens the data at the start of an epoch, or at the loaded position."""
+        if self.before_epoch is not None:
+            self.before_epoch()
         if not self._restored:
             self.epoch, self.consumed, self.batches = epoch, 0, 0
         elif not self._has_warned:
@@ -64,6 +67,15 @@ class TFFeed:
         self.batches += len(batches)
         self.consumed += sum(size_of(features) for features, _ in batches)
         return batches, None
+
+    def replace_source(self, source: Source, accumulation: int) -> None:
+        """Reads other data from the next epoch on.
+
+        Args:
+            source: yields the batches.
+            accumulation: batches per optimizer step.
+        """
+        self.source, self.accumulation = source, accumulation
 
     def finish_epoch(self) -> None:
         """Advances the position to the next epoch, from which later checkpoints resume."""

@@ -69,6 +69,9 @@ class Source:
     def warn_of_order(self) -> None:
         """Warns if a position in the data cannot be restored exactly."""
 
+    def go_on_from(self, other: Source | None) -> None:
+        """Takes over how often another source, or None, has read the same data."""
+
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
         """Returns the ids of `count` samples of an epoch from position `first` on; positions if there are no ids."""
         return list(range(first, first + count))
@@ -186,6 +189,11 @@ class TensorData(Source):
                 self.num_reads += 1
         self.num_reads = epoch + 1
         return iter(dataset.skip(batches) if batches else dataset)
+
+    def go_on_from(self, other: Source | None) -> None:
+        """Takes over how often another source has read the same data, whose shuffle has advanced with it."""
+        if isinstance(other, TensorData):
+            self.num_reads = other.num_reads
 
     def warn_of_order(self) -> None:
         """Warns if the user's own shuffle has no seed."""

@@ -1,13 +1,15 @@
-"""The choice of the optimizer: the given one, the model's compiled one, or the one that the arguments describe."""
+"""The choice of optimizer and schedule: those given, the compiled optimizer, or those that the arguments describe."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
 from paceline.tensorflow.framework import keras
+from paceline.tensorflow.optim.following import FOLLOWING, FollowingSchedule, following_schedule
+from paceline.tensorflow.optim.schedules import StepSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -101,3 +103,29 @@ def choose_optimizer(model: object, *, optim: object, max_grad_norm: float | Non
             max_grad_norm,
         )
     return found
+
+
+def described_schedule(
+    name: str,
+    learning_rate: float,
+    options: Mapping[str, Any],
+    *,
+    num_training_steps: int,
+    warmup_steps: Callable[[int], int],
+    power: float,
+) -> FollowingSchedule | StepSchedule:
+    """Returns the schedule that the arguments describe.
+
+    Args:
+        name: as in `lr_scheduler_type`.
+        learning_rate: the rate that the schedule multiplies, or the initial one.
+        options: as in `lr_scheduler_kwargs`.
+        num_training_steps: optimizer steps of the run.
+        warmup_steps: `(optimizer steps of a run) -> warmup steps`.
+        power: of the decay, if not 1.
+    """
+    if name in FOLLOWING:
+        return following_schedule(name, learning_rate, options, has_warmup=warmup_steps(1000) > 0)
+    if power != 1.0:
+        name, options = "polynomial", {"lr_end": 0.0, **options, "power": power}
+    return StepSchedule(name, learning_rate, num_training_steps, warmup_steps(num_training_steps), options)

@@ -1,0 +1,1 @@
+"""Training phases (`phases`) with TensorFlow."""
