@@ -127,6 +127,18 @@ def test_the_coverage_is_that_stated_on_average(method: str, coverage: float) ->
         assert np.mean(found) < coverage + 0.03
 
 
+def test_sets_of_logits_and_metrics_that_are_nan_are_refused() -> None:
+    rows, labels = np.tile(np.float64([[0.5, 0.3, 0.2]]), (20, 1)), np.zeros(20, dtype=np.int64)
+    sets = fit_conformal(rows, labels, 0.9)
+    for wrong in (np.log(rows), np.full_like(rows, np.nan), rows[0]):
+        with pytest.raises(ValueError, match="expected probabilities"):
+            sets(wrong)
+    with pytest.raises(ValueError, match="not finite for 10 of 10 resamples"):
+        paired_bootstrap(labels, labels, labels, lambda predicted, true: float("nan"), num_resamples=10)
+    with pytest.raises(ValueError, match="NaN for a threshold"):
+        fit_thresholds(rows[:, 0], labels, lambda true, chosen: float("nan"))
+
+
 def test_too_few_samples_for_a_coverage_are_refused() -> None:
     logits, labels = simulate(0, 18)
     with pytest.raises(ValueError, match="at least 19"):

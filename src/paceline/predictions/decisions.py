@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.predictions.reliability import as_probabilities
+from paceline.predictions.reliability import as_probabilities, check_probabilities
 
 Array = np.ndarray[Any, Any]
 METHODS = ("split", "aps")
@@ -33,8 +33,14 @@ class ConformalSets:
     quantile: float
 
     def __call__(self, probabilities: Array) -> Array:
-        """Returns `(samples, classes)`, True for the classes of each set."""
-        return np.asarray(scores_of(np.asarray(probabilities, dtype=np.float64), self.method) <= self.quantile)
+        """Returns `(samples, classes)`, True for the classes of each set.
+
+        Raises:
+            ValueError: the rows are no probabilities, as those of the fit were.
+        """
+        rows = np.asarray(probabilities, dtype=np.float64)
+        check_probabilities(rows)
+        return np.asarray(scores_of(rows, self.method) <= self.quantile)
 
 
 def fit_conformal(probabilities: Array, labels: Array, coverage: float = 0.9, method: str = "split") -> ConformalSets:
@@ -86,7 +92,7 @@ def fit_thresholds(scores: Array, labels: Array, metric: Callable[[Array, Array]
         metric: `(true, chosen) -> float` of two boolean arrays; higher is better.
 
     Raises:
-        ValueError: the arrays do not fit together.
+        ValueError: the arrays do not fit together, or the metric is not a number.
     """
     rows, truth = np.asarray(scores, dtype=np.float64), np.asarray(labels)
     if rows.shape != truth.shape or rows.ndim not in (1, 2) or rows.size == 0 or not np.isin(truth, (0, 1)).all():
@@ -102,6 +108,8 @@ def fit_thresholds(scores: Array, labels: Array, metric: Callable[[Array, Array]
         if len(candidates) > 1000:
             candidates = np.unique(np.quantile(column, np.linspace(0, 1, 1000), method="nearest"))
         found = [metric(true, column >= candidate) for candidate in candidates]
+        if np.isnan(found).any():
+            raise ValueError("the metric is NaN for a threshold: let it return a number where it is undefined")
         top = [candidate for candidate, value in zip(candidates, found, strict=True) if value == max(found)]
         best.append(min(top, key=lambda candidate: abs(candidate - np.median(column))))
         values.append(max(found))

@@ -62,9 +62,19 @@ def as_probabilities(probabilities: Array, labels: Array) -> tuple[Array, Array]
         ValueError: the arrays do not fit together, or the rows are no probabilities.
     """
     rows, classes = checked(probabilities, labels)
-    if rows.min() < -1e-6 or np.abs(rows.sum(1) - 1).max() > 1e-3:
-        raise ValueError("expected probabilities: rows from 0 to 1 with a sum of 1. Apply a softmax or a calibration.")
+    check_probabilities(rows)
     return rows, classes
+
+
+def check_probabilities(rows: Array) -> None:
+    """Checks that each row of an array, `(samples, classes)`, is a distribution.
+
+    Raises:
+        ValueError: it is not.
+    """
+    are_rows = rows.ndim == 2 and np.isfinite(rows).all()
+    if not are_rows or (rows.size and (rows.min() < -1e-6 or np.abs(rows.sum(1) - 1).max() > 1e-3)):
+        raise ValueError("expected probabilities: rows from 0 to 1 with a sum of 1. Apply a softmax or a calibration.")
 
 
 def write_diagram(table: list[Bin], path: str | Path, size: int = 320) -> Path:

@@ -83,7 +83,7 @@ def paired_bootstrap(
         seed: of the resampling.
 
     Raises:
-        ValueError: the numbers of rows differ, or an argument is invalid.
+        ValueError: the numbers of rows differ, an argument is invalid, or the metric of a resample is not finite.
     """
     one, two, truth = (np.asarray(each) for each in (first, second, labels))
     number = len(truth)
@@ -99,6 +99,11 @@ def paired_bootstrap(
         rows = rng.integers(0, number, number)
         found.append(metric(two[rows], truth[rows]) - metric(one[rows], truth[rows]))
     differences = np.asarray(found, dtype=np.float64)
+    if not np.isfinite(differences).all():
+        raise ValueError(
+            f"the metric is not finite for {int((~np.isfinite(differences)).sum())} of {num_resamples} resamples: let "
+            "it return a number where it is undefined, such as for labels of one class"
+        )
     low, high = np.quantile(differences, [(1 - confidence) / 2, (1 + confidence) / 2])
     smaller = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
     p_value = min(1.0, 2 * (smaller + 1) / (num_resamples + 1))
