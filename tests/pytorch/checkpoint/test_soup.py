@@ -56,6 +56,20 @@ def test_models_that_differ_are_refused_by_name(tmp_path: Path, more: dict[str, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
 
 
+def test_counters_of_batch_norm_differ_between_steps_and_nan_is_refused(tmp_path: Path) -> None:
+    for name, count, value in (("a", 3, 1.0), ("b", 9, 2.0), ("c", 9, float("nan"))):
+        tensors = {"norm.num_batches_tracked": torch.tensor(count), "norm.running_mean": torch.tensor([value])}
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    average_checkpoints([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
+    mean = load_file(tmp_path / "mean" / "model.safetensors")
+    assert int(mean["norm.num_batches_tracked"]) == 9
+    assert float(mean["norm.running_mean"]) == 1.5
+    with pytest.raises(CheckpointError, match=r"norm\.running_mean holds NaN in .*c"):
+        average_checkpoints([tmp_path / "a", tmp_path / "c"], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_an_input_is_never_the_output(tmp_path: Path) -> None:
     first, second = make(tmp_path / "x", 1.0), make(tmp_path / "y", 2.0)
     with pytest.raises(ValueError, match="one of the checkpoints"):

@@ -27,6 +27,7 @@ from paceline.pytorch.checkpoint.tensors import CheckpointError
 from paceline.pytorch.checkpoint.weights import few
 
 SOUP_NAME = "soup.json"  # provenance: the folders, and their metrics if known
+BATCH_COUNT = "num_batches_tracked"  # the counter of torch's batch norm
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ def average_checkpoints(
 ) -> None:
     """Writes the mean of the weights of several checkpoints to a folder, atomically.
 
-    Floating-point tensors are averaged in double precision and rounded to their dtype once. All others must be equal.
-    The files beside the weights are those of the first checkpoint. Takes the memory of a few of the largest tensors.
+    Floating-point tensors are averaged in double precision and rounded to their dtype once. All others must be equal,
+    but for the counters of batch norm, which become the largest. Its running statistics are averaged too; those of the
+    averaged weights are others (`torch.optim.swa_utils.update_bn` computes them from training data). The files beside
+    the weights are those of the first checkpoint. Takes the memory of a few of the largest tensors.
 
     Args:
         checkpoints: two or more folders, with whole or sharded weights.
@@ -65,7 +68,7 @@ def average_checkpoints(
     Raises:
         FileExistsError: the output exists and is not empty.
         ValueError: there are fewer than two checkpoints, or the output is one of them.
-        CheckpointError: weights are missing or damaged, or differ in names, shapes, dtypes or integer values.
+        CheckpointError: weights are missing, damaged or NaN, or differ in names, shapes, dtypes or integer values.
         OSError: writing fails.
     """
     places, target = [Path(each) for each in checkpoints], Path(output)
@@ -182,6 +185,8 @@ def mean_of(sources: Sequence[streaming.Source]) -> streaming.Source:
         tensor = first.read(name)
         if len(sources) == 1:
             return tensor
+        if name.rpartition(".")[2] == BATCH_COUNT:
+            return torch.stack([source.read(name) for source in sources]).amax(0)
         if not tensor.is_floating_point():
             for other in sources[1:]:
                 if not torch.equal(other.read(name), tensor):
@@ -190,6 +195,9 @@ def mean_of(sources: Sequence[streaming.Source]) -> streaming.Source:
         total = tensor.double()
         for other in sources[1:]:
             total += other.read(name)
+        if total.isnan().any():
+            damaged = next((each.what for each in sources if each.read(name).isnan().any()), "their sum")
+            raise CheckpointError(f"{name} holds NaN in {damaged}: leave that checkpoint out")
         return total.div_(len(sources)).to(tensor.dtype)
 
     return replace(first, what=f"the mean of {len(sources)} checkpoints", read=read)
