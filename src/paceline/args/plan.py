@@ -235,6 +235,7 @@ def resolve(
     notes = [*note_on_redeclared(args), *notes_on_idle_options(args, world_size), *notes_on_passes(args)]
     derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
+    notes += notes_on_idle_plans(args, mesh)
     check_packing_on(args, mesh)
     accumulation_steps, update_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
@@ -360,6 +361,16 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     if idle and read_size("parallelism_config", "sp", sequences.get("sp_size") or 1) != 1:
         notes.append(f"parallelism_config: {' and '.join(idle)} have no effect; paceline runs its own collectives.")
     return notes + accelerator_notes(args.accelerator_config, world_size)
+
+
+def notes_on_idle_plans(args: Options, mesh: Mesh) -> list[str]:
+    """Returns notes on the settings of axes that the mesh does not have."""
+    settings = (("tp_plan", "tp", mesh.tp), ("pipeline_config", "pp", mesh.pp))
+    return [
+        f"{name}: not read without {axis} of 2 or more in parallel."
+        for name, axis, size in settings
+        if getattr(args, name) and size < 2
+    ]
 
 
 def notes_on_passes(args: Options) -> list[str]:

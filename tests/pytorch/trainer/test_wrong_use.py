@@ -71,6 +71,8 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path):
         ({"ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 5}, "ddp_bucket_cap_mb: it has no effect"),
         ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config: not read without use_liger_kernel"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "activation_checkpointing_kwargs: not read"),
+        ({"tp_plan": {"first": "colwise"}}, "tp_plan: not read without tp"),
+        ({"pipeline_config": {"schedule": "gpipe"}}, "pipeline_config: not read without pp"),
     ],
 )
 def test_what_changes_nothing_is_noted_in_the_plan(tmp_path: Path, options: dict[str, Any], note: str):
