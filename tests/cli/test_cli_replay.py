@@ -93,6 +93,11 @@ def test_a_job_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], s
     assert "bit-exact      yes" in out
     assert "4 (indices in the training set)" in out
     assert len(re.findall(r"  sample \d+\n  \| x: float32 \(4,\): .+\n  \| y: float32 \(1,\)", out)) == 2
+    if step == 12:
+        assert main(["replay", str(moved), "--step", "12", "--json", "--trust"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["is_exact"], found["loss"], found["recorded"]["loss"]) == (True, row.loss, row.loss)
+        assert len(found["sample_ids"]) == 4
     moved.rename(folder)
     assert contents(folder) == before
 
@@ -131,7 +136,7 @@ def test_wrong_steps_and_damaged_folders(tmp_path: Path, capsys: pytest.CaptureF
     assert "a whole number" in refused(run, "--step", "last")
     assert "needs a run and a step" in refused(run)
     assert "needs a run and a step" in refused("--step", "3")
-    assert "--step, --show, --blame and --trust, not --learning_rate" in refused(
+    assert "--step, --show, --blame, --json and --trust, not --learning_rate" in refused(
         run, "--step", "3", "--learning_rate", "1"
     )
     assert "there is no folder" in refused(str(tmp_path / "none"), "--step", "3")

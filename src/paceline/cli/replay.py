@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
+import sys
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,6 +19,7 @@ from paceline.cli.jobs import Say, Show
 from paceline.cli.replay_options import ReplayOptions
 from paceline.cli.tables import draw_table
 from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, find_row, read_rows
+from paceline.core.record import jsonable
 from paceline.pytorch.data.sampling import has_length
 from paceline.pytorch.replay import Replayed, replay
 from paceline.pytorch.trainer import Trainer
@@ -50,9 +55,13 @@ def run(options: ReplayOptions, say: Say = say) -> int:
         trainer.remove_callback(PrinterCallback)
         if not trainer.world.is_first:
             say = silent
-        replayed = replay(trainer, options.step, job.folder, say=say, blame=options.is_blaming)
+        progress = say_aside if options.is_json else say
+        replayed = replay(trainer, options.step, job.folder, say=progress, blame=options.is_blaming)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{job.folder} cannot be reproduced: {error}") from error
+    if options.is_json:
+        say(json.dumps(to_json(replayed), indent=2))
+        return 0
     say(describe(replayed))
     if options.is_blaming:
         say(describe_blame(replayed))
@@ -62,6 +71,23 @@ def run(options: ReplayOptions, say: Say = say) -> int:
 
 def silent(text: str) -> None:
     """Prints nothing: the first of several processes prints for all."""
+
+
+def say_aside(text: str) -> None:
+    """Prints to the standard error: the standard output holds JSON only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def to_json(replayed: Replayed) -> dict[str, Any]:
+    """Converts a result to plain values: its fields, those of the recorded step by name, and `is_exact`."""
+    fields = {field.name: getattr(replayed, field.name) for field in dataclasses.fields(replayed)}
+    fields |= {
+        "recorded": replayed.recorded._asdict(),
+        "samples": [dataclasses.asdict(sample) for sample in replayed.samples],
+        "is_exact": replayed.is_exact,
+    }
+    made: dict[str, Any] = jsonable(fields)
+    return made
 
 
 def describe(replayed: Replayed) -> str:

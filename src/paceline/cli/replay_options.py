@@ -31,6 +31,7 @@ class ReplayOptions:
         step: the optimizer step.
         shown: the number of samples to show.
         is_blaming: rank the samples by their own loss and gradient norm.
+        is_json: print one JSON object instead of text.
     """
 
     job: Job
@@ -38,6 +39,7 @@ class ReplayOptions:
     step: int
     shown: int
     is_blaming: bool = False
+    is_json: bool = False
 
 
 def read_replay_options(words: Sequence[str]) -> ReplayOptions:
@@ -46,15 +48,20 @@ def read_replay_options(words: Sequence[str]) -> ReplayOptions:
     Raises:
         UsageError: a value is missing or invalid, or the folder holds no reproducible run.
     """
-    given = parse_options(words, Known(("RUN",), {"step": False, "show": False, "trust": True, "blame": True}))
+    given = parse_options(
+        words, Known(("RUN",), {"step": False, "show": False, "trust": True, "blame": True, "json": True})
+    )
     if given.arguments:
-        raise UsageError(f"replay takes --step, --show, --blame and --trust, not --{next(iter(given.arguments))}")
+        raise UsageError(
+            f"replay takes --step, --show, --blame, --json and --trust, not --{next(iter(given.arguments))}"
+        )
     if not given.positional or "step" not in given.own:
         raise UsageError("replay needs a run and a step: paceline replay RUN --step N")
     step, shown = _number(given.own, "step", 1), _number({"show": DEFAULT_SHOWN, **given.own}, "show", 0)
     job = find_job(Path(given.positional[0]))
     check_trust(job, is_trusted=bool(given.own.get("trust")))
-    return ReplayOptions(job, MODULES[job.command], step, shown, bool(given.own.get("blame")))
+    flags = (bool(given.own.get(name)) for name in ("blame", "json"))
+    return ReplayOptions(job, MODULES[job.command], step, shown, *flags)
 
 
 def find_job(folder: Path) -> Job:

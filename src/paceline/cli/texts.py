@@ -240,7 +240,7 @@ are named below the table.
                  come last"""
 
 REPLAY = """\
-paceline replay RUN --step N [--show M] [--trust] [--blame]
+paceline replay RUN --step N [--show M] [--trust] [--blame] [--json]
 
 Reruns one optimizer step of a run from the newest checkpoint before it, and prints its loss, gradient norm and learning
 rate, their bitwise comparison with the recorded ones, and its samples, to find the batch that caused a spike. The run
@@ -250,6 +250,7 @@ itself is not changed.
   --step N     the optimizer step, as counted by log.jsonl and the progress bar
   --show M     number of its samples to show (default 3)
   --blame      rank the samples by their own loss and gradient norm at the weights that the step started from
+  --json       print one JSON object: the step, what was recorded, and the indices of its samples
 
 The code that a run of `paceline train` names is imported, after a confirmation; --trust skips it, if you know who
 wrote the run's job.json.

@@ -170,6 +170,7 @@ def _follow(options: Options, status: RunStatus) -> RunStatus:
             version = found
     finally:
         if drawn:
+            redraw(lines)  # the terminal has echoed ^C over it
             sys.stdout.write(f"\x1b[{drawn}B\r")  # below the last frame
             sys.stdout.flush()
 
