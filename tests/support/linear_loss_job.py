@@ -27,12 +27,19 @@ class LanguageModel(nn.Module):
         reads_from: the first pass whose logits are read in the forward pass.
     """
 
-    def __init__(self, keeps_logits: bool = False, reads_from: float = float("inf"), dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        keeps_logits: bool = False,
+        reads_from: float = float("inf"),
+        dropout: float = 0.0,
+        is_tied: bool = True,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.body = nn.Embedding(CLASSES, 8), nn.Linear(8, 8)
         self.head, self.drop = nn.Linear(8, CLASSES, bias=False), nn.Dropout(dropout)
-        self.head.weight = self.embedding.weight
+        if is_tied:
+            self.head.weight = self.embedding.weight
         self.keeps_logits, self.reads_from = keeps_logits, reads_from
         self.kept: Any = None
         self.step = 0  # optimizer steps so far, set by `Reads`

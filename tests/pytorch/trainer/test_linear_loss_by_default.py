@@ -193,7 +193,7 @@ def test_each_training_checks_anew(tmp_path: Path) -> None:
 def test_two_processes_decide_alike(tmp_path: Path) -> None:
     processes.run("linear_loss_job.py", 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    used = {"chunks": True, "unused parameters": True, "smoothed": False, "one rank keeps them": False, "fsdp": None}
+    used = {"chunks": True, "unused parameters": True, "smoothed": False, "one rank keeps them": False, "fsdp": True}
     for name, is_used in used.items():
         base = "smoothed logits" if name == "smoothed" else "logits"
         for found in ranks:

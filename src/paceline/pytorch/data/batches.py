@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,3 +183,22 @@ def _children(batch: object) -> Iterator[Any]:
         yield from batch
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         yield from vars(batch).values()
+
+
+def recast(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns the nest with `change` applied to its tensors; the same object if no tensor changes."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        parts = {key: recast(item, change) for key, item in value.items()}
+        return rebuild_mapping(value, parts) if any(parts[key] is not value[key] for key in parts) else value
+    if isinstance(value, list | tuple):
+        items = [recast(item, change) for item in value]
+        has_changed = any(item is not before for item, before in zip(items, value, strict=True))
+        return rebuild_sequence(value, items) if has_changed else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: recast(item, change) for name, item in fields.items()}
+        if any(changed[name] is not fields[name] for name in fields):
+            return rebuild_dataclass(value, {**vars(value), **changed})
+    return value

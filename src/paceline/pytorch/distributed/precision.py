@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.core.apex import require_apex
-from paceline.pytorch.data.batches import rebuild_dataclass, rebuild_mapping, rebuild_sequence
+from paceline.pytorch.data.batches import rebuild_mapping, rebuild_sequence, recast
 
 logger = logging.getLogger(__name__)
 
@@ -247,25 +247,6 @@ def widen(value: object) -> Any:
 def widen_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a 16-bit tensor in float32, any other unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def recast(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the nest with `change` applied to its tensors; the same object if no tensor changes."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        parts = {key: recast(item, change) for key, item in value.items()}
-        return rebuild_mapping(value, parts) if any(parts[key] is not value[key] for key in parts) else value
-    if isinstance(value, list | tuple):
-        items = [recast(item, change) for item in value]
-        has_changed = any(item is not before for item, before in zip(items, value, strict=True))
-        return rebuild_sequence(value, items) if has_changed else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        changed = {name: recast(item, change) for name, item in fields.items()}
-        if any(changed[name] is not fields[name] for name in fields):
-            return rebuild_dataclass(value, {**vars(value), **changed})
-    return value
 
 
 def narrow(value: object, dtype: torch.dtype, kept: Container[str]) -> Any:

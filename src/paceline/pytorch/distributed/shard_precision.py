@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from paceline.args.shard_precision import ShardPrecision
+from paceline.pytorch.data.batches import recast
 from paceline.pytorch.data.columns import find_labels
-from paceline.pytorch.distributed.precision import CastWeights, Precision, cast_tensors, narrow, recast
+from paceline.pytorch.distributed.precision import CastWeights, Precision, cast_tensors, narrow
 from paceline.pytorch.model.signature import innermost
 
 logger = logging.getLogger(__name__)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from paceline.pytorch.model.signature import innermost
 
-# modules of this package whose hooks on a model neither read nor keep logits
+# modules whose hooks on a model neither read nor keep logits
 HARMLESS = (
     "paceline.pytorch.distributed.precision",
+    "paceline.pytorch.distributed.shard_precision",
     "paceline.pytorch.model.loss_terms",
     "paceline.pytorch.model.offload",
+    "torch.distributed.fsdp._fully_shard._fsdp_state",  # gathers and takes back the weights of sharded modules
     "torch.distributed.tensor._api",  # places the inputs and outputs of split modules
 )
 
@@ -32,5 +36,6 @@ def has_hook(module: nn.Module) -> bool:
 
 
 def is_harmless(hook: object) -> bool:
-    """Returns True for hooks of this package that neither read nor keep logits."""
-    return getattr(hook, "__module__", None) in HARMLESS
+    """Returns True for hooks of this package and of torch that neither read nor keep logits."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__module__", None) in HARMLESS

@@ -44,6 +44,7 @@ class Family:
         read_by: the operation that first needed the logits themselves; None if there was none.
         stored_by: the operation that first computed logits to be stored, which the loss does not need; None if there
             was none.
+        is_gone: the weights are not at hand any more, so that logits that are not computed yet cannot be.
     """
 
     def __init__(self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool]) -> None:
@@ -53,6 +54,7 @@ class Family:
         self.sums: TokenSums | None = None
         self.read_by: str | None = None
         self.stored_by: str | None = None
+        self.is_gone = False
 
     def note_stored(self, name: str) -> None:
         """Notes that the operation of this name computed logits to be stored."""
@@ -115,8 +117,14 @@ class Recipe:
         """Checks that logits computed now equal those of the forward pass.
 
         Raises:
-            RuntimeError: the weights have changed since the layer was called.
+            RuntimeError: the weights have changed since the layer was called, or FSDP has taken them back.
         """
+        if self.family.is_gone:
+            raise RuntimeError(
+                "The logits of a model that FSDP shards are read after its forward, when it has taken back the weights "
+                "that make them, and were not computed before, since the loss did without them. Set "
+                "linear_cross_entropy=False."
+            )
         if versions_of(self.rows, self.head) != self.versions:
             raise RuntimeError(
                 "The logits of an earlier forward pass are read after the weights have changed, and were not computed "

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -42,6 +42,14 @@ from paceline.pytorch.model.lora_head import (
     linear_of,
 )
 from paceline.pytorch.model.reductions import tolerance_of
+from paceline.pytorch.model.sharded_head import (
+    IN_UNIT,
+    find_sharding_obstacle,
+    gathers_before_backward,
+    is_gathered,
+    is_sharded,
+    run_to_end,
+)
 from paceline.pytorch.model.vocabulary_shard import (
     SplitOutput,
     find_split_obstacle,
@@ -81,6 +89,9 @@ class LinearLoss:
         self.is_entered = False
         self._verdict: Verdict = SimpleNamespace(by_chunks=None) if verdict is None else verdict
         self._is_suspended = self._is_unread = False
+        self._shards = False  # FSDP shards the model that is called
+        self._loss_of: Callable[[Any], Tensor] | None = None  # computes the loss from the outputs of the call
+        self._loss: Tensor | None = None  # its result, if it was called in the forward
         self._model: weakref.ref[nn.Module] | None = None
         self._name: str | None = None  # name of the head; None: the model has none
         self._families: list[Family] = []
@@ -131,22 +142,65 @@ class LinearLoss:
             yield
             return
         path = modules_to(inner, self._name)
-        obstacle = find_obstacle(model, path, self._name)
-        if obstacle is None and not self.is_required:
-            obstacle = find_reader(path) or (find_reader([model]) if model is not inner else None)
-            if obstacle is None and is_split(path[-1]):  # logits that one process alone reads would never come
-                obstacle = "its classes are split over processes, which have to read logits together"
+        self._shards = shards = is_sharded(inner)
+        obstacle = find_obstacle(model, path, self._name) or self._find_reader(model, path)
         if obstacle is not None:
             self._refuse(obstacle)
             yield
             return
-        head = path[-1]
-        with replaced_forward(head, functools.partial(self._forward, head)):
+        head, self._families = path[-1], []
+        with replaced_forward(head, functools.partial(self._forward, head)), ExitStack() as stack:
+            if shards:
+                forward = functools.partial(self._run_sharded, inner, inner.forward)
+                stack.enter_context(replaced_forward(inner, forward))
             yield
         families, self._families = self._families, []
         self._judge(families)
-        if torch.is_grad_enabled() and not self.is_required:
+        if torch.is_grad_enabled() and not self.is_required and not shards:
             self._earlier += families
+
+    def _find_reader(self, model: nn.Module, path: list[nn.Module]) -> str | None:
+        """Returns what may read logits that could not be computed then; None if nothing does."""
+        if self.is_required and not self._shards:
+            return None
+        obstacle = find_reader(path) or (find_reader([model]) if model is not path[0] else None)
+        if obstacle is None and not self._shards and is_split(path[-1]):
+            obstacle = "its classes are split over processes, which have to read logits together"
+        return obstacle
+
+    def call(self, run: Callable[[], Any], loss_of: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
+        """Returns the loss that a function computes from the outputs of a model, and these.
+
+        Args:
+            run: calls the model.
+            loss_of: computes the loss. It is called before the forward ends where FSDP then takes the weights back.
+        """
+        self._loss_of, self._loss = loss_of, None
+        try:
+            outputs = run()
+        finally:
+            self._loss_of = None
+        loss, self._loss = self._loss, None
+        return (loss_of(outputs) if loss is None else loss), outputs
+
+    def _run_sharded(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Runs the forward of a model that FSDP shards."""
+        is_outside = self._loss_of is not None and len(model._forward_hooks) > 1  # a hook changes the outputs first
+
+        def run() -> Any:
+            outputs = forward(*args, **named)
+            if self._loss_of is not None and not is_outside:
+                self._loss = gathers_before_backward(model, self._loss_of(outputs))
+            return outputs
+
+        earlier, self._families, self._given = self._families, [], []
+        outputs = run_to_end(model, run, self._families, self._given, not self.is_required, is_outside)
+        is_late = is_outside or any(not each.num_chunked and each.read_by is None for each in self._families)
+        self._families, self._given = earlier + self._families, []
+        if is_late and torch.is_grad_enabled():
+            self.is_right = False
+            self._refuse("the loss is computed after the forward of the model, when FSDP has taken its weights back")
+        return outputs
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -217,13 +271,12 @@ class LinearLoss:
     def _forward(self, module: nn.Module, rows: Any, *rest: Any, **named: Any) -> Any:
         """Runs the head: returns lazy logits if possible, else the logits."""
         head = linear_of(module)
+        if self._shards and not is_gathered(layers_of(module)):
+            return type(module).forward(module, rows, *rest, **named)
         inputs = local_rows(rows) if is_split(head) and not rest and not named else rows
-        device = head.weight.device.type
-        casts = torch.is_autocast_enabled(device) and head.weight.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(device) if casts else None
+        dtype = autocast_of(head.weight)
         is_possible = inputs is not None and is_lazy(head, inputs) and not rest and not named
-        if is_possible and dtype is None:
-            is_possible = rows.dtype == head.weight.dtype
+        is_possible = is_possible and (dtype is not None or rows.dtype == head.weight.dtype)
         if not is_possible or (self.option == "auto" and is_small(head, rows)):
             return type(module).forward(module, rows, *rest, **named)
         if is_split(head):
@@ -238,7 +291,7 @@ class LinearLoss:
         family = Family(self._permits)
         self._families.append(family)
         made = LazyLogits.of(rows, head, family)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._shards:
             self._given.append(weakref.ref(made))
         return made
 
@@ -327,7 +380,10 @@ def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | N
         obstacle = find_adapter_obstacle(head, name)
         if obstacle is not None:
             return obstacle
-    obstacle = next(filter(None, (find_layer_obstacle(layer, name) for layer in layers_of(head))), None)
+    shards, layers = is_sharded(path[0]), layers_of(head)
+    obstacle = find_sharding_obstacle(path, layers, name) or next(
+        filter(None, (find_layer_obstacle(layer, name, shards) for layer in layers)), None
+    )
     if obstacle is not None:
         return obstacle
     if has_hook(head) or "forward" in vars(head):
@@ -337,16 +393,16 @@ def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | N
     return None
 
 
-def find_layer_obstacle(layer: nn.Module, name: str) -> str | None:
+def find_layer_obstacle(layer: nn.Module, name: str, shards: bool) -> str | None:
     """Returns the reason why the product of a linear layer of the head cannot be computed in chunks; None: it can."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return f"the head {name} is no plain nn.Linear ({type(layer).__name__})"
     weight = layer.weight
-    if is_split(layer):
+    if is_split(layer) and not shards:
         return find_split_obstacle(layer, name) or (
             f"a hook on {name} is given its outputs" if has_hook(layer) else None
         )
-    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+    if not shards and (type(weight) is not nn.Parameter or type(weight.data) is not Tensor):
         return f"the weight of {name} is sharded or quantized ({type(weight.data).__name__})"
     if weight.shape != (layer.out_features, layer.in_features) or weight.device.type not in DEVICES:
         return f"the weight of {name} is not whole on one device"
@@ -371,10 +427,9 @@ def find_reader(path: list[nn.Module]) -> str | None:
 
 
 def is_wrapper(model: nn.Module) -> bool:
-    """Returns True for wrappers that shard, replicate or compile a module."""
+    """Returns True for wrappers that shard, replicate or compile a module; `fully_shard` makes none."""
     return type(model).__module__.split(".")[0] == "deepspeed" or any(
-        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel", "OptimizedModule", "DataParallel")
-        for kind in type(model).__mro__
+        kind.__name__ in ("FullyShardedDataParallel", "OptimizedModule", "DataParallel") for kind in type(model).__mro__
     )
 
 
@@ -400,6 +455,8 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
             "the head among its modules"
         )
     name = next((name for name, module in named.items() if module is head), "")
+    if name and is_sharded(head):
+        raise LookupError(f"{name} {IN_UNIT}")
     if not name or not (type(head) is nn.Linear or is_lora(head) or is_trained_copy(head)):
         raise LookupError(
             f"the head {name or '(of no name)'} is a {type(head).__name__}, and no nn.Linear, plain or with LoRA"
@@ -419,6 +476,13 @@ def is_lazy(head: nn.Linear, rows: object) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None  # not inside of torch.func
         and not torch._C._get_tracing_state()
     )
+
+
+def autocast_of(weight: Tensor) -> torch.dtype | None:
+    """Returns the dtype in which autocast computes a product with a weight; None: that of the weight."""
+    device = weight.device.type
+    casts = torch.is_autocast_enabled(device) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else None
 
 
 def is_small(head: nn.Linear, rows: Tensor) -> bool:

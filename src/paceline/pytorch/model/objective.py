@@ -188,8 +188,14 @@ class Objective:
 
     def _by_function(self, model: nn.Module, inputs: object, num_items: object) -> tuple[Tensor, Any]:
         labels, rest = self._take_labels(inputs)
-        outputs = self.call(model, rest)
-        return self._call_function(outputs, labels, num_items), outputs
+        return self._call_with(model, rest, lambda outputs: self._call_function(outputs, labels, num_items))
+
+    def _call_with(self, model: nn.Module, inputs: object, loss_of: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
+        """Returns the loss that a function computes from the outputs of the model, and these."""
+        if self.linear_loss is not None:
+            return self.linear_loss.call(lambda: self.call(model, inputs), loss_of)
+        outputs = self.call(model, inputs)
+        return loss_of(outputs), outputs
 
     def _call_function(self, outputs: Any, labels: Any, num_items: object) -> Tensor:
         assert self.compute_loss_func is not None
@@ -214,12 +220,15 @@ class Objective:
         self, smoother: LabelSmoother, model: nn.Module, inputs: object, labels: Tensor
     ) -> tuple[Tensor, Any]:
         """Returns the smoothed loss and the outputs; the model's own loss shows if targets are shifted."""
-        outputs = self.call(model, inputs)
-        if self._shifts is None:
-            assumed = self.rule.shifts
-            self._shifts = smoother.find_shift(outputs, labels, assumed)
-            self.rule.know(LossReduction("tokens", shifted=assumed if self._shifts is None else self._shifts))
-        return self.smoothed_loss(outputs, labels), outputs
+
+        def loss_of(outputs: Any) -> Tensor:
+            if self._shifts is None:
+                assumed = self.rule.shifts
+                self._shifts = smoother.find_shift(outputs, labels, assumed)
+                self.rule.know(LossReduction("tokens", shifted=assumed if self._shifts is None else self._shifts))
+            return self.smoothed_loss(outputs, labels)
+
+        return self._call_with(model, inputs, loss_of)
 
     def smoothed_loss(self, outputs: Any, labels: Tensor) -> Tensor:
         """Returns the smoothed loss of outputs; `label_smoothing_factor` must be set."""
