@@ -105,11 +105,13 @@ def rows_of(trainer: Any) -> list[dict[str, float]]:
 def numbers(trainer: Any) -> dict[str, Any]:
     """Returns the numbers of a run, and the result of the check of its loss."""
     part = trainer.objective.linear_loss
+    evaluated = trainer.evaluate()
     return {
         "losses": losses(trainer),
         "weights": torch.cat([each.full_tensor().flatten() if hasattr(each, "full_tensor") else each.flatten()
                               for each in trainer.model.state_dict().values()]),
-        "eval_loss": trainer.evaluate()["eval_loss"],
+        "eval_loss": evaluated["eval_loss"],
+        "evaluated": {name: evaluated[f"eval_{name}"] for name in METRICS if f"eval_{name}" in evaluated},
         "by_chunks": None if part is None else part.is_right,
         "rows": rows_of(trainer),
     }  # fmt: skip

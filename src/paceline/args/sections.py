@@ -703,8 +703,9 @@ class PacelineSection(AverageSection, DistillationSection):
     log_token_metrics: bool = option(
         False,
         "Log the accuracy of the tokens with the largest logit, the entropy of the predictions and the perplexity of "
-        "the training targets since the last row: mean_token_accuracy, entropy, perplexity. They are computed beside "
-        "each cross-entropy of the loss, in chunks where the loss is. See docs/speed.md.",
+        "the training targets since the last row: mean_token_accuracy, entropy, perplexity; those of an evaluation get "
+        "its prefix (eval_perplexity). They are computed beside each cross-entropy of the loss, in chunks where the "
+        "loss is. See docs/speed.md.",
     )
     z_loss_weight: float = option(
         0.0,

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from paceline.hub.described import CardFacts, CheckpointForm
     from paceline.predictions import augmentation as augmentations
     from paceline.predictions.augmentation import AugmentedOutput, TestTimeAugmentation
-    from paceline.pytorch import batch_search, model_card, packing, trial_run
+    from paceline.pytorch import batch_search, model_card, packing, token_terms, trial_run
     from paceline.pytorch.batch_search import BatchSearch
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
@@ -76,6 +76,7 @@ else:
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     streaming = LateModule("paceline.core.streaming")
     token_counts = LateModule("paceline.pytorch.data.token_counts")
+    token_terms = LateModule("paceline.pytorch.token_terms")
     trial_run = LateModule("paceline.pytorch.trial_run")
 
 Result = TypeVar("Result")
@@ -193,6 +194,8 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
         "expect": expect if keeps_logits else None,
         "augmented": trainer.augmented,
     }
+    if trainer._own_options.log_token_metrics and trainer.augmented is None:  # of several passes, no pass is the result
+        given["token_metrics"] = token_terms.evaluation_metrics(trainer.strategy)
     return kind(**{**given, **changes})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,12 +16,34 @@ from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.engine import Engine
+from paceline.pytorch.evaluation.token_metrics import TokenMetrics
 from paceline.pytorch.model.loss_terms import LossTerms
 from paceline.pytorch.model.objective import accepts, check_was_called
-from paceline.pytorch.model.token_sums import NUM_SUMS
+from paceline.pytorch.model.token_sums import NUM_SUMS, metrics_of
 from paceline.pytorch.sync import RunWindow
 
-LARGEST_EXPONENT = 700.0  # of a float, rounded down
+
+def check_support(option: str, strategy: SingleDevice) -> None:
+    """Checks that one process has all logits of a target.
+
+    Raises:
+        UnsupportedOption: it has not.
+    """
+    if strategy.runs_windows or strategy.is_lazy or strategy.world.world_size != strategy.mesh.data_size:
+        raise UnsupportedOption(
+            f"{option} is not supported with pipelines, tensor or context parallelism and XLA devices, where no "
+            "process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
+        )
+
+
+def evaluation_metrics(strategy: SingleDevice) -> TokenMetrics:
+    """Returns what computes the token metrics of an evaluation.
+
+    Raises:
+        UnsupportedOption: the logits of a target are not whole on one process.
+    """
+    check_support("log_token_metrics=True", strategy)
+    return TokenMetrics("log_token_metrics=True", strategy.unwrap)
 
 
 class TokenTerms:
@@ -41,13 +62,8 @@ class TokenTerms:
 
     def __init__(self, options: Options, strategy: SingleDevice, leaves_out: bool) -> None:
         self._option = name_of(options)
-        world = strategy.world
-        if strategy.runs_windows or strategy.is_lazy or world.world_size != strategy.mesh.data_size:
-            raise UnsupportedOption(
-                f"{self._option} is not supported with pipelines, tensor or context parallelism and XLA devices, where "
-                "no process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
-            )
-        self._strategy, self._world, self._leaves_out = strategy, world, leaves_out
+        check_support(self._option, strategy)
+        self._strategy, self._world, self._leaves_out = strategy, strategy.world, leaves_out
         self._terms = LossTerms(self._option, options.z_loss_weight)
         self._logs_metrics, self._z_weight = options.log_token_metrics, options.z_loss_weight
         self._sums: Tensor | None = None  # of the windows since the last gather, on the device
@@ -106,13 +122,9 @@ class TokenTerms:
         number = totals[0]
         if not number:
             return {}
-        _, accuracy, entropy, loss, square = (total / number for total in totals)
-        found: dict[str, float] = {}
-        if self._logs_metrics:
-            perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)  # of NaN: NaN
-            found = {"mean_token_accuracy": accuracy, "entropy": entropy, "perplexity": perplexity}
+        found = metrics_of(totals) if self._logs_metrics else {}
         if self._z_weight:
-            found["z_loss"] = self._z_weight * square
+            found["z_loss"] = self._z_weight * totals[4] / number
         return found
 
     def describe(self) -> str:

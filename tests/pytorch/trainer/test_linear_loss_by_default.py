@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -204,10 +205,16 @@ def test_two_processes_decide_alike(tmp_path: Path) -> None:
             assert (found[name]["weights"] - plain["weights"]).norm() <= 1e-5 * plain["weights"].norm(), name
     options: dict[str, Any] = {"log_token_metrics": True, "z_loss_weight": 0.01, "max_grad_norm": 0.5}
     alone = train(tmp_path / "alone", LanguageModel(), per_device_train_batch_size=8, **options)
+    evaluated = alone.evaluate()
     for found in ranks:  # the rows are of all processes, weighted by their targets
         assert found["terms"]["losses"] == pytest.approx(losses(alone), rel=1e-5)
         assert found["terms"]["rows"] == [pytest.approx(row, rel=1e-5) for row in job.rows_of(alone)]
         assert found["terms"]["rows"][0].keys() == set(job.METRICS)
+        own = {name: evaluated[f"eval_{name}"] for name in job.METRICS[:3]}
+        assert found["terms"]["evaluated"] == pytest.approx(own, rel=1e-4)
+        sharded = found["terms, fsdp"]
+        assert sharded["evaluated"]["perplexity"] == pytest.approx(math.exp(sharded["eval_loss"]), rel=1e-5)
+        assert sharded["evaluated"] == ranks[0]["terms, fsdp"]["evaluated"]
         assert found["terms, fsdp"]["rows"][0]["perplexity"] == pytest.approx(found["terms"]["rows"][0]["perplexity"])
 
 

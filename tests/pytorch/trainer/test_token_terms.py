@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class ByHand(LanguageModel):
     def __init__(self, weight: float, softcap: float | None = None) -> None:
         super().__init__(dropout=0.1)
         self.weight, self.softcap, self.sums = weight, softcap, []
+        self.keeps_evaluations = False
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         outputs = super().forward(input_ids)
@@ -42,7 +44,7 @@ class ByHand(LanguageModel):
         logits, targets = logits[targets != -100], targets[targets != -100]
         probabilities = torch.distributions.Categorical(logits=logits)
         normalizers = logits.logsumexp(-1)
-        if self.training:
+        if self.training or self.keeps_evaluations:
             correct = (logits.argmax(-1) == targets).sum()
             sums = correct, probabilities.entropy().sum(), -probabilities.log_prob(targets).sum()
             self.sums.append(torch.stack([torch.tensor(len(targets)), *sums, normalizers.square().sum()]).detach())
@@ -73,14 +75,26 @@ def test_the_rows_and_the_loss_are_those_by_hand(tmp_path: Path, option: bool | 
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
     for one, other in zip(found.gradients, expected.gradients, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
-    assert found.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
-    rows = rows_of(found)
     windows = torch.stack(by_hand.sums).double().view(3, 4, 5).sum(1)
+    evaluated, own = found.evaluate(), expected.evaluate()
+    assert evaluated["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    by_hand.eval().sums, by_hand.keeps_evaluations = [], True
+    with torch.no_grad():
+        for text in texts(9):
+            by_hand(**{name: value[None] for name, value in text.items()})
+    _check(evaluated, torch.stack(by_hand.sums).double().sum(0), "eval_", METRICS[:3])
+    rows = rows_of(found)
     assert len(rows) == len(windows)
     for row, sums in zip(rows, windows, strict=True):
-        accuracy, entropy, loss, square = (sums[1:] / sums[0]).tolist()
-        by_sums = dict(zip(METRICS, (accuracy, entropy, float(torch.tensor(loss).exp()), 0.01 * square), strict=True))
-        assert row == pytest.approx(by_sums, rel=1e-5)
+        _check(row, sums, "", METRICS)
+
+
+def _check(row: dict[str, float], sums: Tensor, prefix: str, names: Sequence[str]) -> None:
+    """Compares metrics with those of sums over targets."""
+    accuracy, entropy, loss, square = (sums[1:] / sums[0]).tolist()
+    by_sums = dict(zip(METRICS, (accuracy, entropy, float(torch.tensor(loss).exp()), 0.01 * square), strict=True))
+    assert {name: row[prefix + name] for name in names} == pytest.approx({name: by_sums[name] for name in names})
+    assert all((prefix + name in row) == (name in names) for name in METRICS)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

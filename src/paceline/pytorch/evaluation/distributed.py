@@ -40,7 +40,7 @@ class DistributedLossSum(LossSum):
         self.world = world
         self.is_data_leader = is_data_leader
 
-    def _share(self, values: list[float]) -> list[float]:
+    def share(self, values: list[float]) -> list[float]:
         return sum_floats(self.world, values if self.is_data_leader else [0.0] * len(values))
 
 

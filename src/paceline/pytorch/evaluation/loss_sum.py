@@ -71,8 +71,8 @@ class LossSum:
         rule = self.rule
         reductions = rule.open_reductions()
         found = [next(item for item in self._sums if reduction in item.reductions) for reduction in reductions]
-        number, *values = self._share([self.num_batches, *(float(item.total) for item in found)])
-        weights = self._share([item.weight for item in found])
+        number, *values = self.share([self.num_batches, *(float(item.total) for item in found)])
+        weights = self.share([item.weight for item in found])
         means = [self._divide(*each) for each in zip(reductions, values, weights, strict=True)]
         own = means[0]
         if number > 1:
@@ -81,7 +81,7 @@ class LossSum:
             rule.warn_of_doubt(any(abs(mean - (own or 0.0)) > 1e-6 * abs(own or 0.0) for mean in others))
         return own if number else None
 
-    def _share(self, values: list[float]) -> list[float]:
+    def share(self, values: list[float]) -> list[float]:
         """Returns the sums over all processes."""
         return values
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from paceline.pytorch.model.reductions import Observation
 if TYPE_CHECKING:
     from paceline.core import streaming
     from paceline.pytorch.evaluation.augmentation import TensorSteps
+    from paceline.pytorch.evaluation.token_metrics import TokenMetrics
 else:
     streaming = LateModule("paceline.core.streaming")
 
@@ -72,6 +73,7 @@ class EvaluationLoop:
         is_stopping: returns True if the run was asked to stop.
         expect: `(batch) -> expected bytes of its predictions`, or None if unknown.
         augmented: predicts each batch in several ways; None: once.
+        token_metrics: computes metrics of the targets, with `log_token_metrics`; None: none.
         probes: find out the reduction of the loss by further passes.
     """
 
@@ -90,6 +92,7 @@ class EvaluationLoop:
     is_stopping: Callable[[], bool]
     expect: Callable[[Any], int | None] | None = None
     augmented: TensorSteps | None = None
+    token_metrics: TokenMetrics | None = None
     probes: bool = True
 
     def __post_init__(self) -> None:
@@ -123,7 +126,7 @@ class EvaluationLoop:
             Predictions and labels with one row per sample, in dataset order (None with `loss_only` or streaming),
             metrics, and the number of samples.
         """
-        total = self._make_sum()
+        total, of_tokens = self._make_sum(), {}
         is_streamed = self.options.streaming and not loss_only
         self._keeps = not loss_only and (keep_streamed or not is_streamed)
         if self.metric is not None:
@@ -143,7 +146,9 @@ class EvaluationLoop:
                     self.on_step()
             gathered = kept.result(order_by_length(loader))
             loss = total.mean()
-        metrics = self._metrics(gathered, loss_only)
+            if self.token_metrics is not None:
+                of_tokens = self.token_metrics.result(total.share, loss is not None)
+        metrics = {**of_tokens, **self._metrics(gathered, loss_only)}
         if self.augmented is not None:
             metrics.update(self.augmented.finish(gathered))
         if loss is not None:
@@ -195,7 +200,8 @@ class EvaluationLoop:
         self._before = Part(copy.copy(batch), counts) if counts.samples == 1 else None
         given = dict(batch) if isinstance(batch, Mapping) and "inputs" in self.options.include else None
         num_items = self.count_items([batch])  # before the pass, as an overridden compute_loss may pop the labels
-        loss, logits, labels = self._step(batch, loss_only, ignore_keys)
+        with nullcontext() if self.token_metrics is None else self.token_metrics.observed(self.model):
+            loss, logits, labels = self._step(batch, loss_only, ignore_keys)
         if loss is not None:
             loss = loss.detach().mean()
             total.add(loss, counts, num_items)

@@ -41,12 +41,13 @@ class LossTerms:
         self._is_checked = False
 
     @contextmanager
-    def observed(self, model: nn.Module, inner: nn.Module) -> Iterator[None]:
+    def observed(self, model: nn.Module, inner: nn.Module, must_see: bool = True) -> Iterator[None]:
         """Observes the cross-entropies that are computed while entered.
 
         Args:
             model: the model as it is called.
             inner: the same without the strategy's wrapper.
+            must_see: it is an error if none is computed.
 
         Raises:
             UnsupportedOption: none was computed, or one of another form than logits with class indices.
@@ -60,7 +61,7 @@ class LossTerms:
             else:  # a mode costs some microseconds for each operation, so it is entered after the head
                 self._enter_after(head, stack)
             yield
-        if not self._num_seen:
+        if must_see and not self._num_seen:
             raise UnsupportedOption(
                 f"{self.option}: the loss was computed without torch.nn.functional.cross_entropy of logits (by another "
                 "function, or in a fused kernel such as Liger's): use that function, or leave the option out."

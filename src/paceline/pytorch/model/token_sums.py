@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 NUM_SUMS = 5
 CHUNK_BYTES = 2**25  # of a chunk of logits in float32, of which a copy is made
+LARGEST_EXPONENT = 700.0  # of a float, rounded down
+
+
+def metrics_of(totals: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics by their names in log rows, of `TokenSums.total` with at least one target."""
+    number = totals[0]
+    _, accuracy, entropy, loss, _ = (total / number for total in totals)
+    perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)  # of NaN: NaN
+    return {"mean_token_accuracy": accuracy, "entropy": entropy, "perplexity": perplexity}
 
 
 class TokenSums:
