@@ -223,7 +223,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         kinds = {device.device_type for device in tf.config.list_logical_devices()}
         ledger = Ledger(waits_unseen=bool(kinds & {"GPU", "TPU"}) and not self.options.use_cpu)
         self.engine = self.make_engine(plan, ledger)
-        self.averages = make_averages(self.options, plan, self.model, self.optimizer, self.num_replicas)
+        self.averages = make_averages(self.options, plan, self.model, self.optimizer, self.world.world_size)
         assert self.run_mark is not None
         return core.Run(plan, feed, self.engine, signals, self.run_mark, folder, ledger=ledger)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 from tf_models import make_data, make_model, make_trainer
 
 from paceline import TFTrainingArguments, TrainerCallback, UnsupportedOption
+from paceline.args.plan import resolve
 from paceline.tensorflow.checkpoint.variables import CheckpointError
-from paceline.tensorflow.framework import keras
+from paceline.tensorflow.framework import keras, tf
+from paceline.tensorflow.optim.averages import make_averages
 
 OPTIONS: dict[str, Any] = {
     "max_steps": 6, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "learning_rate": 0.05,
@@ -129,15 +132,42 @@ def test_what_contradicts_an_average_is_refused_and_a_damaged_file_too(
         run(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), ema_decay=0.5)
 
 
-@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"swa_start": 2}], ids=str)
-def test_averages_on_several_replicas_are_refused_before_a_step(
-    tmp_path: Path, mirrored: Any, options: dict[str, Any]
-) -> None:
+@pytest.mark.slow
+def test_replicas_have_one_average(tmp_path: Path, mirrored: Any) -> None:
+    def make_mirrored() -> Any:
+        keras.utils.set_random_seed(0)
+        with mirrored.scope():
+            return keras.Sequential([keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+
+    def run_mirrored(folder: Path, **options: Any) -> tuple[Any, Watch]:
+        return run(folder, model=make_mirrored(), per_device_train_batch_size=2, **options)
+
+    options = {"ema_decay": 0.5, "ema_warmup": False}
+    _, seen = run_mirrored(tmp_path / "plain")
+    trainer, watch = run_mirrored(tmp_path / "ema", **options)
+    for one, other in zip(seen.weights, watch.weights, strict=True):
+        assert_same(one, other)  # training is as without it, to the bit
+    expected = make_mirrored().get_weights()
+    for weights in watch.weights:
+        expected = [(one + other) / 2 for one, other in zip(expected, weights, strict=True)]
+    assert_same(trainer.model.get_weights(), expected, 1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(watch.losses[1], rel=1e-6)
+    for variable in trainer.model.weights:
+        one, other = mirrored.experimental_local_results(variable.value)
+        assert_same([one.numpy()], [other.numpy()])
+    for step in (2, 5):
+        shutil.copytree(tmp_path / "ema" / f"checkpoint-{step}", tmp_path / str(step) / f"checkpoint-{step}")
+        again, _ = run_mirrored(tmp_path / str(step), resume=True, **options)
+        assert_same(again.model.get_weights(), trainer.model.get_weights())
+
+
+def test_workers_and_statistics_of_each_replica_are_refused(mirrored: Any) -> None:
     with mirrored.scope():
-        model = make_model()
-    before = model.get_weights()
-    message = f"^{next(iter(options))} with TensorFlow .* 2 replicas: use one device"
-    with pytest.raises(UnsupportedOption, match=message):
-        run(tmp_path, model=model, **options)
-    assert_same(model.get_weights(), before)
-    assert not any(tmp_path.glob("checkpoint-*"))
+        own = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.MEAN}
+        moving = tf.Variable(1.0, trainable=False, name="moving_mean", **own)
+    model = SimpleNamespace(trainable_variables=[tf.Variable(1.0)], non_trainable_variables=[moving])
+    args = TFTrainingArguments("unused", ema_decay=0.5, max_steps=5)
+    plan = resolve(args, micro_batches_per_epoch=5)
+    for workers, message in ((2, "2 workers: train on one machine"), (1, "ON_READ")):
+        with pytest.raises(UnsupportedOption, match=message):
+            make_averages(args, plan, model, keras.optimizers.SGD(0.1), workers)

@@ -44,7 +44,7 @@ class WeightAverages:
     """
 
     def __init__(self, settings: AverageSettings, variables: list[Any]) -> None:
-        self.settings, self.variables = settings, variables
+        self.settings, self.variables = settings, variables  # on replicas, which are equal, the first one is read
         self.num_updates = 0
         self._averages: list[Any] = []
         self._raw: list[Any] | None = None  # the model's own values, on the host, while it holds the average
@@ -203,11 +203,12 @@ def statistics_of(model: Any) -> list[Any]:
     return [each for each in model.non_trainable_variables if each.name.split(":")[0].split("/")[-1] in STATISTICS]
 
 
-def make_averages(options: Options, plan: Plan, model: Any, optimizer: Any, num_replicas: int) -> WeightAverages | None:
+def make_averages(options: Options, plan: Plan, model: Any, optimizer: Any, num_workers: int) -> WeightAverages | None:
     """Returns the averages of a run; None if no option requests them.
 
     Raises:
-        UnsupportedOption: several replicas, an optimizer that averages itself, a rewind, or a mean with batch norm.
+        UnsupportedOption: several workers, statistics of each replica, an optimizer that averages itself, a rewind, or a
+            mean with batch norm.
     """
     if options.ema_decay is None and options.swa_start is None:
         return None
@@ -216,9 +217,12 @@ def make_averages(options: Options, plan: Plan, model: Any, optimizer: Any, num_
     is_averaging = getattr(inner, "use_ema", False) or "ScheduleFree" in type(inner).__name__
     statistics = statistics_of(model)
     obstacles: Mapping[str, bool] = {
-        f"{num_replicas} replicas: use one device, or a Keras optimizer with use_ema=True": num_replicas > 1,
+        f"{num_workers} workers: train on one machine, or use a Keras optimizer with use_ema=True": num_workers > 1,
         f"{type(inner).__name__}, which averages the weights itself: leave one of them out": is_averaging,
         "nonfinite_policy='rollback', which rewinds no average: set 'skip'": plan.nonfinite_policy == "rollback",
+        "statistics that differ between replicas (synchronization=ON_READ): use one device": any(
+            type(plain(each)).__name__ == "SyncOnReadVariable" for each in statistics
+        ),
         "batch norm, whose statistics would be those of other weights: set ema_decay, which averages them": (
             settings.kind == SWA and bool(statistics)
         ),
