@@ -459,6 +459,8 @@ def refused() -> Iterator[tuple[Any, dict[str, Any], str]]:
     yield [end], {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "reduce_lr_on_plateau"
     yield [end], {"packing": "group", "phases": [Phase("one", train_dataset=rows())]}, "packing='group'"
     yield [end], {"optimizers": (None, "schedule")}, "schedule of your own"
+    yield [end], {"deepspeed": {"zero_optimization": {"stage": 2}}}, "with deepspeed are .*: set parallel='fsdp'"
+    yield [end], {"parallel": {"tp": 2}}, "with a mesh of parallel processes are .*: set parallel='ddp' or 'fsdp'"
     yield [{"name": "one", "freze": ["*"]}], {}, "did you mean 'freeze'"
     yield [{"until": 5}], {}, "needs a name"
 

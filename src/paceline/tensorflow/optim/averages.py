@@ -207,8 +207,8 @@ def make_averages(options: Options, plan: Plan, model: Any, optimizer: Any, num_
     """Returns the averages of a run; None if no option requests them.
 
     Raises:
-        UnsupportedOption: several workers, statistics of each replica, an optimizer that averages itself, a rewind, or a
-            mean with batch norm.
+        UnsupportedOption: several workers, statistics of each replica, an optimizer that averages itself, a rewind, or
+            a mean with batch norm.
     """
     if options.ema_decay is None and options.swa_start is None:
         return None
