@@ -232,10 +232,9 @@ def resolve(
     """
     check_for_run(args)
     args = own_options(args)
-    notes = [*note_on_redeclared(args), *notes_on_idle_options(args, world_size), *notes_on_passes(args)]
-    derived = derived_values(args)
     mesh = resolve_mesh(args, world_size, local_size)
-    notes += notes_on_idle_plans(args, mesh)
+    notes = [*note_on_redeclared(args), *notes_on_idle_options(args, world_size, mesh), *notes_on_passes(args)]
+    derived = derived_values(args)
     check_packing_on(args, mesh)
     accumulation_steps, update_size = resolve_update(args, mesh.data_size, resumed_batch_size)
     train_size, eval_size = resolve_batches(args, mesh.data_size, notes)
@@ -335,7 +334,7 @@ def resolve_shard_precision(args: Options, mesh: Mesh) -> str | None:
     return policy.describe()
 
 
-def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
+def notes_on_idle_options(args: Options, world_size: int, mesh: Mesh) -> list[str]:
     """Returns notes on options without an effect in this run: with one process, or without their switch."""
     several = [
         name
@@ -360,7 +359,7 @@ def notes_on_idle_options(args: Options, world_size: int) -> list[str]:
     idle = [name for name in ("sp_backend", "sp_handler") if sequences.get(name)]
     if idle and read_size("parallelism_config", "sp", sequences.get("sp_size") or 1) != 1:
         notes.append(f"parallelism_config: {' and '.join(idle)} have no effect; paceline runs its own collectives.")
-    return notes + accelerator_notes(args.accelerator_config, world_size)
+    return [*notes, *notes_on_idle_plans(args, mesh), *accelerator_notes(args.accelerator_config, world_size)]
 
 
 def notes_on_idle_plans(args: Options, mesh: Mesh) -> list[str]:
