@@ -6,6 +6,7 @@
 # make test-again           those that failed last, one after the other
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
 # make site                 the documentation as a site: build/site/index.html
+# make site VERSIONS='v0.1.0 main'  several tags or branches, with a choice of them in the sidebar
 # Written for make 3.81, which macOS ships.
 
 WORKERS ?= 2
@@ -90,8 +91,7 @@ docs:
 
 site:
 	@$(SETUP) --extras dev,site
-	@$(VENV)/python -m sphinx --fail-on-warning --keep-going -q docs build/site
-	@echo 'open build/site/index.html'
+	@$(VENV)/python tools/build_site.py $(if $(VERSIONS),--versions $(VERSIONS))
 
 clean:
 	rm -rf .venv .venv-xla build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

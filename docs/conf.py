@@ -1,4 +1,4 @@
-"""Sphinx: `make site` builds build/site from the pages of this folder and the docstrings."""
+"""Sphinx: `make site` builds build/site from the pages of this folder and the docstrings (tools/build_site.py)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ exclude_patterns = ["plots/*.md"]
 html_theme = "furo"
 html_title = f"paceline {release}"
 html_theme_options = {"navigation_with_keys": True}
+if "tags" in globals() and globals()["tags"].has("versions"):  # of a site with several versions
+    html_static_path = ["_static"]
+    html_js_files, html_css_files = ["versions.js"], ["versions.css"]
 copybutton_prompt_text = "$ "
 
 myst_heading_anchors = 3

@@ -8,7 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from browser import opened
 
+import build_site
 import reference
 from paceline.core.optional import is_installed
 
@@ -35,6 +37,51 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     text = "".join(path.read_text("utf-8") for path in reference.FOLDER.glob("*.md"))
     names = re.findall(r"auto(?:class|function):: (\w+)", text)
     assert sorted(names) == sorted(reference.paceline._HOMES)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("sphinx"), reason="needs sphinx")
+def test_versions_of_the_site_lead_to_each_other(tmp_path: Path) -> None:
+    """Two tags with a page that only one has, opened from the disk; a page that is missing leads to the start."""
+    repository, output = tmp_path / "repository", tmp_path / "a site"
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@localhost"]
+    (repository / "docs").mkdir(parents=True)
+    subprocess.run([*git, "init", "-q"], check=True)
+    for tag, pages in (("v1.9", ["index"]), ("release/v1.10", ["index", "new"])):
+        for name in pages:
+            more = "```{toctree}\nnew\n```\n" if pages[1:] and name == "index" else ""
+            (repository / "docs" / f"{name}.md").write_text(f"# {name} of {tag}\n\n{more}")
+        for words in (["add", "-A"], ["commit", "-qm", tag], ["tag", tag]):
+            subprocess.run([*git, *words], check=True)
+    first = build_site.build_refs(repository, ["release/v1.10", "v1.9"], output)
+    build_site.write_entry(output, first)
+    assert "url=release-v1.10/index.html" in (output / "index.html").read_text()
+    for ref in ("v3", "--all"):
+        with pytest.raises(build_site.BuildError, match="no tag, branch or commit"):
+            build_site.build_refs(repository, [ref], output)
+    with pytest.raises(build_site.BuildError, match="same folder"):
+        build_site.build_refs(repository, ["a/b", "a-b"], output)
+
+    page = output / "release-v1.10" / "new.html"
+    done = opened(page.as_uri(), tmp_path, "--virtual-time-budget=5000")
+    assert "CONSOLE" not in done.stderr
+    options = re.findall(r'<option value="(.*?)"( selected="")?>(.*?)</option>', done.stdout)
+    assert options == [
+        ("./../release-v1.10/new.html", ' selected=""', "release-v1.10"),
+        ("./../v1.9/index.html", "", "v1.9"),
+    ]
+    choose = """<script>addEventListener("load", () => setTimeout(() => {
+      const select = document.querySelector(".versions select");
+      select.value = select.options[1].value;
+      select.dispatchEvent(new Event("change"));
+    }, 500))</script>"""
+    page.write_text(page.read_text("utf-8").replace("</body>", f"{choose}</body>"), "utf-8")
+    assert "index of v1.9" in opened(page.as_uri(), tmp_path, "--virtual-time-budget=9000").stdout
+
+
+def test_versions_are_listed_newest_first() -> None:
+    names = ["v1.9", "main", "v1.10", "0.1.0", "develop-2"]
+    assert sorted(names, key=build_site.newest_first) == ["develop-2", "main", "v1.10", "v1.9", "0.1.0"]
 
 
 @pytest.mark.slow
