@@ -326,6 +326,30 @@ def keep_eval_samples(name: str, value: object) -> Any:
     return importlib.import_module("paceline.args.eval_samples").keep_samples(name, value)
 
 
+def to_harness(name: str, value: object) -> Any:
+    """Converts tasks of the lm-evaluation-harness; their module is imported only if there are any."""
+    if value is None or value is False or value in ("", "none", []):
+        return None
+    return importlib.import_module("paceline.args.eval_harness").keep_harness(name, value)
+
+
+def to_snapshots(name: str, value: object) -> bool | int:
+    """Converts to True, False, or the number of snapshots that are kept.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in (None, "", "none", "false", False):
+        return False
+    number = int(word) if isinstance(word, str) and word.isdecimal() else word
+    if number == "true" or number is True:
+        return True
+    if not isinstance(number, int) or number < 0:
+        raise wrong_value(name, value, "expected True, False, or the number of snapshots that are kept")
+    return number
+
+
 def to_pruning(name: str, value: object) -> Any:
     """Converts the settings of pruning; their module is imported only if there are any."""
     if value is None or value is False or value in ("", "none"):
@@ -350,6 +374,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "deepspeed": keep_config,
     "distillation_layers": to_layers,
     "eval_delay": number_or_zero,
+    "eval_harness": to_harness,
     "eval_samples": keep_eval_samples,
     "fsdp": keep_bool,
     "fsdp_config": keep_config,
@@ -374,6 +399,7 @@ SPECIAL: dict[str, Callable[[str, Any], Any]] = {
     "report_to": to_report_list,
     "resume_from_checkpoint": keep_bool,
     "sequence_length_warmup": keep_warmup,
+    "snapshot_ensemble": to_snapshots,
     "torch_empty_cache_steps": to_cache_steps,
     "trackio_static_space_id": keep_bool,
 }

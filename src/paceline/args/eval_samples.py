@@ -74,14 +74,14 @@ def check_number(name: str, key: str, value: object, least: int, most: int) -> N
         raise wrong_value(f"{name}({key})", value, f"expected a whole number from {least} to {most}")
 
 
-def check_eval_samples(options: Options) -> None:
-    """Checks `eval_samples` in combination.
+def check_pipeline(options: Options, name: str) -> None:
+    """Checks an option that calls the whole model at evaluations.
 
     Raises:
         UnsupportedOption: the model is split into pipeline stages.
     """
-    sizes = asked_sizes(options) if options.eval_samples else None
+    sizes = asked_sizes(options)
     if sizes is not None and sizes[1].get("pp", 1) != 1:
         raise UnsupportedOption(
-            f"eval_samples={options.eval_samples!r} with pipeline parallelism is not supported: leave one of them out."
+            f"{name}={getattr(options, name)!r} with pipeline parallelism is not supported: leave one of them out."
         )

@@ -89,6 +89,8 @@ REGULARIZERS = {
 
 # option -> function that makes the callback of its value
 OPTION_CALLBACKS = {
+    "eval_harness": "paceline.pytorch.evaluation.harness:harness_of",
     "eval_samples": "paceline.pytorch.evaluation.samples:samples_of",
     "pruning": "paceline.pytorch.pruning:pruning_of",
+    "snapshot_ensemble": "paceline.pytorch.snapshots:snapshots_of",
 }

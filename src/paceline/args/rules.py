@@ -364,9 +364,10 @@ def check_passes(options: Options) -> None:
 
 
 def check_samples(options: Options) -> None:
-    """Checks the option of samples at evaluation, if it is set."""
-    if options.eval_samples:
-        importlib.import_module("paceline.args.eval_samples").check_eval_samples(options)
+    """Checks the options that call the model at evaluations, if they are set."""
+    for name in ("eval_samples", "eval_harness"):
+        if getattr(options, name):
+            importlib.import_module("paceline.args.eval_samples").check_pipeline(options, name)
 
 
 def check_training_phases(options: Options) -> None:

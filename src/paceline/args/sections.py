@@ -672,6 +672,18 @@ class PacelineSection(AverageSection, DistillationSection):
         "each evaluation, in the log, the report and the trackers; images also as a figure. Or a dict or JSON with "
         "some of num, seed, max_new_tokens, prompt_tokens, generation, picture_shape.",
     )
+    eval_harness: list[str] | str | dict[str, Any] | None = option(
+        None,
+        "Tasks of the lm-evaluation-harness that are run at each evaluation: their names, or a dict or JSON with the "
+        "arguments of the callback EvaluationHarness: tasks, num_fewshot, limit, include_path, batch_size, every, "
+        "bootstrap_iters, model_args, evaluate_args. Needs lm-eval. Unset: none.",
+    )
+    snapshot_ensemble: int | str | bool = option(
+        False,
+        "Save the model at the end of each cycle of lr_scheduler_type='cosine_with_restarts', as members of an "
+        "ensemble, in the folder snapshots of output_dir; a number n: keep those of the last n cycles.",
+        is_switch=True,
+    )
     log_resources: bool = option(
         False,
         "Add the use of CPU, memory, disk, network and NVIDIA GPUs to the rows that trackers get, sampled each second "

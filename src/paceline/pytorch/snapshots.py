@@ -143,3 +143,8 @@ def write(model: nn.Module, folder: Path) -> None:
     if folder.is_dir():  # of a run that is repeated, or resumed from before this step
         shutil.rmtree(folder)
     os.replace(hidden, folder)
+
+
+def snapshots_of(value: bool | int) -> SnapshotEnsemble:
+    """Returns the callback of the option `snapshot_ensemble`: True, or the number of snapshots that are kept."""
+    return SnapshotEnsemble(None if value is True else value)

@@ -25,15 +25,16 @@ PLACES |= {"compile_cache_dir", "tpu_name", "tpu_zone"}
 _NEUTRAL = {
     "batch_eval_metrics", "bf16_full_eval", "checkpoint_format", "dataloader_persistent_workers",
     "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_timeout", "disable_tqdm", "do_eval", "do_predict",
-    "do_train", "eval_accumulation_steps", "eval_batch_size", "eval_do_concat_batches", "eval_samples", "eval_spill_gb",
-    "eval_use_gather_object", "fp16_full_eval", "gradient_noise_scale", "include_for_metrics",
+    "do_train", "eval_accumulation_steps", "eval_batch_size", "eval_do_concat_batches", "eval_harness", "eval_samples",
+    "eval_spill_gb", "eval_use_gather_object", "fp16_full_eval", "gradient_noise_scale", "include_for_metrics",
     "include_num_input_tokens_seen", "keep_best", "keep_best_metric", "keep_every_hours", "keep_every_steps",
     "load_best_model_at_end", "log_flops", "log_level", "log_level_replica", "log_on_each_node", "log_resources",
     "log_token_metrics",
     "logging_first_step", "logging_nan_inf_filter", "logging_steps", "logging_strategy",
     "per_device_eval_batch_size", "prediction_loss_only", "profile", "push_to_hub", "report_to",
     "save_in_background", "save_on_each_node", "save_only_model", "save_steps", "save_strategy", "save_total_limit",
-    "skip_memory_metrics", "stop_signals", "torch_empty_cache_steps", "enable_jit_checkpoint", "notes",
+    "skip_memory_metrics", "snapshot_ensemble", "stop_signals", "torch_empty_cache_steps",
+    "enable_jit_checkpoint", "notes",
 }  # fmt: skip
 _NEUTRAL_STARTS = ("hub_", "trackio_")
 _MOST_ROWS = 5  # rows of a dataset that are named

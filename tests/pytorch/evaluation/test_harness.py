@@ -11,7 +11,7 @@ import torch
 from harness_job import QUESTIONS, accuracy, run, write_tasks
 from small_models import Classifier, classification, make_trainer, weights
 
-from paceline import EvaluationHarness, UnsupportedOption
+from paceline import EvaluationHarness, TrainingArguments, UnsupportedOption
 from paceline.pytorch.evaluation.harness import flatten
 
 
@@ -56,9 +56,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_results_are_those_by_hand_and_the_training_is_the_same(tmp_path: Path, tasks: Path) -> None:
     alone, _ = run(tmp_path / "alone", None)
-    harness = EvaluationHarness(["one", "two"], include_path=tasks)
+    harness = {"tasks": ["one", "two"], "include_path": str(tasks)}
     options = {"metric_for_best_model": "one_acc", "save_strategy": "best"}
-    trainer, rows = run(tmp_path / "tasks", harness, **options)
+    trainer, rows = run(tmp_path / "tasks", None, eval_harness=harness, **options)
     assert torch.equal(weights(alone.model), weights(trainer.model))
     trainer.model.eval()
     assert rows[-1]["eval_one_acc"] == accuracy(trainer.model, QUESTIONS)
@@ -89,6 +89,30 @@ def test_processes_divide_the_tasks(tasks: Path) -> None:
         assert {name: found["rows"][-1][f"eval_{name}_acc"] for name in ("one", "two")} == {
             name: one[name] for name in ("one", "two")
         }
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"limit": 3}, "expected names of tasks"),
+        ({"tasks": ["a"], "limits": 3}, "did you mean 'limit'"),
+        (["a", 1], "expected names of tasks"),
+    ],
+)
+def test_wrong_values_of_the_option(tmp_path: Path, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"eval_harness.*{words}"):
+        TrainingArguments(str(tmp_path), eval_harness=value)
+
+
+def test_forms_of_the_option_and_models_that_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    for value in (["a", "b"], "a, b", '["a", "b"]', {"tasks": ["a", "b"]}, '{"tasks": ["a", "b"]}'):
+        assert TrainingArguments(str(tmp_path), eval_harness=value).eval_harness == {"tasks": ["a", "b"]}
+    with pytest.raises(UnsupportedOption, match=r"eval_harness=.* with pipeline"):
+        TrainingArguments(str(tmp_path), eval_harness=["a"], parallel={"pp": 2})
+    trainer = make_trainer(tmp_path, Classifier(), classification(8), eval_harness=["a"])
+    with pytest.raises(UnsupportedOption, match="the model is a Classifier"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_missing_harness_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def test_a_resumed_run_has_the_same_snapshots(tmp_path: Path) -> None:
 
 
 def test_only_the_last_snapshots_are_kept(tmp_path: Path) -> None:
-    snapshots = SnapshotEnsemble(last=2)
-    train(tmp_path, snapshots)
+    trainer = train(tmp_path, snapshot_ensemble="2")
+    snapshots = next(each for each in trainer.callback_handler.callbacks if isinstance(each, SnapshotEnsemble))
     assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["snapshot-2", "snapshot-3"]
     assert [folder.name for folder in snapshots.folders] == ["snapshot-2", "snapshot-3"]
 
@@ -93,6 +93,8 @@ def test_only_the_last_snapshots_are_kept(tmp_path: Path) -> None:
         ({"lr_scheduler_kwargs": {"num_cycles": 13}}, "num_cycles"),
         ({"ema_decay": 0.9}, "ema_decay"),
         ({"phases": [Phase("first", until=6), Phase("second")]}, "phases"),
+        ({"snapshot_ensemble": True}, "snapshot_ensemble=True and a SnapshotEnsemble in callbacks"),
+        ({"snapshot_ensemble": -1}, "snapshot_ensemble=-1"),
     ],
 )
 def test_runs_without_cycles_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from paceline.args.errors import UnsupportedOption
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import require
 from paceline.core.state import TrainerState
+from paceline.pytorch.distributed.tensor_parts import is_dtensor
 from paceline.pytorch.evaluation.samples import EvaluationTools
 
 __all__ = ["EvaluationHarness"]
@@ -87,8 +90,18 @@ class EvaluationHarness(TrainerCallback):
         self._last: tuple[int, str] | None = None  # step and prefix of the last evaluation
         self._num_evaluations = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Checks that the harness is installed and has the tasks, before the first step."""
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Checks before the first step that the harness is installed, has the tasks, and can call the model."""
+        if model is not None:
+            check_model(model, processing_class, any(is_dtensor(each) for each in model.parameters()))
         self._find_tasks()
 
     def on_within_evaluation(
@@ -105,7 +118,7 @@ class EvaluationHarness(TrainerCallback):
         assert metrics is not None
         if not self._is_due(state.global_step, evaluation.prefix):
             return
-        check_model(evaluation)
+        check_model(evaluation.model, evaluation.processing_class, evaluation.shards or evaluation.has_stages)
         self._find_tasks()
         own = self.tasks[evaluation.rank :: evaluation.world_size]
         found: dict[str, float] | Exception = {}
@@ -180,22 +193,31 @@ def flatten(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def check_model(evaluation: EvaluationTools) -> None:
+def check_model(model: nn.Module, processing_class: object, is_split: bool) -> None:
     """Refuses models that the harness cannot call.
+
+    Args:
+        model: the model without the strategy's wrapper.
+        processing_class: the tokenizer.
+        is_split: the model is sharded or split over processes.
 
     Raises:
         UnsupportedOption: the message names the remedy.
     """
-    if evaluation.shards or evaluation.has_stages:
+    if is_split:
         raise UnsupportedOption(
             f"{NAME} with a model that is sharded or split over processes is not supported, since each process runs "
             "tasks of its own: replicate it, or run `lm_eval` on a checkpoint."
         )
-    config = getattr(evaluation.model, "config", None)
+    config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         raise UnsupportedOption(
-            f"{NAME} needs a language model of transformers, and the model is a {type(evaluation.model).__name__}: "
-            "leave it out."
+            f"{NAME} needs a language model of transformers, and the model is a {type(model).__name__}: leave it out."
         )
-    if evaluation.processing_class is None:
+    if processing_class is None:
         raise UnsupportedOption(f"{NAME} needs a tokenizer: pass Trainer(processing_class=...).")
+
+
+def harness_of(value: Mapping[str, Any]) -> EvaluationHarness:
+    """Returns the callback of the option `eval_harness`, the callback's arguments."""
+    return EvaluationHarness(**value)
