@@ -26,6 +26,10 @@ GOOD: list[dict[str, Any]] = [
     {"arguments": None, "callbacks": ["mine:Callback", {"factory": "mine:Other"}], "framework": "tf", "xla": True},
     {"model": "mine:net", "members": [{"learning_rate": 1e-3}, {"learning_rate": 1e-2, "seed": 1}]},
     {"processing_class": "folder", "evaluation_strategy": "steps", "run_name": 7},
+    {"model": "mine:net", "augmentation": ["shift_left"], "calibration": None},
+    {"model": "mine:net", "augmentation": {"transforms": ["shift_left"], "reduce": "vote"}},
+    {"model": "mine:net", "ensemble": {"members": ["a", "b"], "weights": "fit"}},
+    {"model": "mine:net", "calibration": "vector", "ensemble": "runs/*"},
 ]
 BAD: list[dict[str, Any]] = [
     {"learning_rat": 1},
@@ -39,6 +43,9 @@ BAD: list[dict[str, Any]] = [
     {"callbacks": "mine:Callback"},
     {"members": [{"learning_rate": 1e-3}]},
     {"members": [{"learning_rate": 1e-3}, {"rate": 1e-2}]},
+    {"calibration": "temprature"},
+    {"augmentation": {"reduce": "vote"}},
+    {"ensemble": []},
 ]
 
 

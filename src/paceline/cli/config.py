@@ -7,6 +7,9 @@ preprocess: package.module:function
 metrics: [accuracy, f1]
 data_collator, compute_metrics, compute_loss_func, preprocess_logits_for_metrics, trainer: package.module:name
 callbacks: [package.module:Class, ...]
+augmentation: [shift_left, ...]              # of the final evaluation and the predictions
+calibration: temperature                     # fitted on the evaluation data, stored beside the model
+ensemble: [runs/a, runs/b]                   # folders whose predictions are combined
 members: [{learning_rate: 1e-3}, {learning_rate: 1e-2, seed: 1}, ...]  # several models, trained at once
 framework: tf                                # default: torch
 arguments: {learning_rate: 3e-4, ...}        # or the same names at the top level
@@ -42,8 +45,11 @@ SECTIONS: dict[str, str] = {
     "compute_loss_func": "factory",
     "preprocess_logits_for_metrics": "factory",
     "trainer": "factory",
+    "augmentation": "transforms",
+    "calibration": "method",
+    "ensemble": "members",
 }
-LISTS = ("data", "metrics")  # sections that may hold a list
+LISTS = ("data", "metrics", "augmentation", "ensemble")  # sections that may hold a list
 LISTS_ALONE = ("callbacks", "members")  # keys that hold nothing but a list
 OTHER_NAMES = {"processing_class": "tokenizer"}
 DATA_KEYS = ("train", "eval", "test", "format", "eval_fraction", "text_column", "block_size", "num_proc")
@@ -195,6 +201,8 @@ def apply_overrides(config: JobConfig, given: Given) -> None:
             continue
         if isinstance(current, str):
             current = {"factory" if REFERENCE.fullmatch(current) else SECTIONS[section]: current}
+        if isinstance(current, list) and section in LISTS:
+            current = {SECTIONS[section]: current}
         if current is not None and not isinstance(current, Mapping):
             raise UsageError(f"--{section}.{key}: {section!r} holds {_kind(current)} and has no keys")
         config.sections[section] = _put({**(current or {})}, key.split("."), value, f"--{section}.{key}")

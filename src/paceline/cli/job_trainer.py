@@ -59,7 +59,10 @@ def make_trainer(
 
 def is_function(section: str) -> bool:
     """True if a section names a function that is an argument of the Trainer."""
-    return section not in ("model", "tokenizer", "data", "preprocess", "trainer", "metrics")
+    return section not in (
+        *("model", "tokenizer", "data", "preprocess", "trainer", "metrics"),
+        *("augmentation", "calibration", "ensemble"),
+    )
 
 
 def named_metrics(config: JobConfig, args: Options, model: object, splits: Splits, shifts: bool) -> Any:

@@ -13,8 +13,10 @@ from paceline.args.option_docs import schema_of
 from paceline.cli.config import DATA_KEYS, OTHER_NAMES, SECTIONS
 from paceline.cli.errors import UsageError
 from paceline.cli.job_metrics import METRICS, TASKS
+from paceline.cli.job_predictions import AUGMENTATION_KEYS, ENSEMBLE_KEYS
 from paceline.cli.options import FRAMEWORKS, is_option_of_tensorflow
 from paceline.cli.search_options import KEYS as SEARCH_KEYS
+from paceline.predictions.calibration import METHODS
 from paceline.tensorflow.arguments import TFTrainingArguments
 
 FACTORY = {"type": "string", "pattern": r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"}
@@ -26,6 +28,9 @@ DESCRIPTIONS = {
     "metrics": "Metrics of the eval set, by name.",
     "search": "The search of `paceline search`.",
     "trainer": "A subclass of Trainer, as package.module:name.",
+    "augmentation": "Test-time augmentation of the final evaluation and the predictions: transforms, or arguments.",
+    "calibration": "Method of the calibration that is fitted on the evaluation data and stored beside the model.",
+    "ensemble": "Folders, or patterns of folders, whose predictions of the test set are combined, or arguments.",
 }
 
 
@@ -94,4 +99,14 @@ def section_schema(name: str) -> dict[str, Any]:
     if name == "search":
         keys = {key: {} for key in SEARCH_KEYS}
         return {**schema, "type": "object", "additionalProperties": False, "required": ["space"], "properties": keys}
+    if name == "calibration":
+        one = {"enum": list(METHODS)}
+        keys = {"method": one}
+        mapping = {"type": "object", "additionalProperties": False, "required": ["method"], "properties": keys}
+        return {**schema, "anyOf": [one, mapping, {"type": "null"}]}
+    if name in ("augmentation", "ensemble"):
+        known, needed = (AUGMENTATION_KEYS, "transforms") if name == "augmentation" else (ENSEMBLE_KEYS, "members")
+        keys = {key: {} for key in known}
+        mapping = {"type": "object", "additionalProperties": False, "required": [needed], "properties": keys}
+        return {**schema, "anyOf": [{"type": ["string", "null"]}, {"type": "array", "minItems": 1}, mapping]}
     return {**schema, "type": ["string", "object", "null"]}

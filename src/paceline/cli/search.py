@@ -21,6 +21,7 @@ from paceline.cli.config import JobConfig
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError, need
 from paceline.cli.job_model import build_model
+from paceline.cli.job_predictions import SECTIONS as PREDICTION_SECTIONS
 from paceline.cli.jobs import Job, kept
 from paceline.cli.references import REFERENCE, put_on_path, read_reference
 from paceline.cli.search_options import OF_MODEL, SearchConfig, read_function, suggested
@@ -91,6 +92,9 @@ def run(config: SearchConfig) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     put_on_path(config.job.folder, Path.cwd())
     check_references(config.job)
+    for name in PREDICTION_SECTIONS:
+        if config.job.get(name) is not None:
+            raise UsageError(f"{name}: a search makes no predictions: leave it out, and give it to `paceline train`")
     args = make_arguments(config.job)
     folder = Path(str(args.output_dir)).absolute()
     if config.n_parallel > 1 and not config.is_worker:

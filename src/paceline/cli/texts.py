@@ -97,6 +97,8 @@ A configuration:
                                      #   preprocess_logits_for_metrics, trainer (a subclass of Trainer)
   callbacks: [my_module:MyCallback, {factory: paceline:EarlyStoppingCallback, early_stopping_patience: 3}]
   members: [{learning_rate: 1e-3}, {learning_rate: 1e-2}]  # several models, trained at once
+  augmentation: [shift_left, shift_right]   # or calibration: temperature, or ensemble: [runs/a, runs/b]:
+                                     #   how the job predicts; see docs/predictions.md
   arguments:                         # TrainingArguments; the names may also stand at the top level
     output_dir: runs/my-run
     learning_rate: 3e-4

@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.jsonl import JSONLReporter
+from paceline.cli import job_predictions
 from paceline.cli.config import JobConfig
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError, load_part
@@ -33,6 +34,10 @@ from paceline.cli.jobs import (
 )
 from paceline.cli.references import put_on_path, read_reference
 from paceline.core.lineage import REPORT_FILE
+from paceline.core.outputs import PredictionOutput
+from paceline.predictions.calibration import FILE_NAME as CALIBRATION_FILE
+from paceline.predictions.calibration import Calibrator
+from paceline.predictions.ensemble import EnsembleOutput
 from paceline.tensorflow.arguments import TFTrainingArguments
 
 if TYPE_CHECKING:
@@ -57,6 +62,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     put_on_path(config.folder, Path.cwd())
     framework = load_framework(config)
     stages = choose_stages(config.arguments)
+    predictions = job_predictions.read_predictions(config, stages)
     args = make_arguments(config)
     if config.framework == "tf":
         framework.connect(args)
@@ -70,12 +76,15 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
     if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
         show_finished(job, args, say)
-        return 0
+        if not predictions.is_evaluated:
+            return 0
+        stages = ("do_eval",)
     place = args.output_store or folder
     resumes = ", where the same command resumes" if "do_train" in stages else ""
     say(f"paceline train {config.path.name}: everything goes to {place}/{resumes}")
     trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
+    job_predictions.check_data(predictions, trainer, splits, stages)
     keep_log(trainer)
     if "do_train" in stages:
         job.settings["arguments"] = args.to_sanitized_dict()
@@ -87,13 +96,18 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
             raise UsageError(str(error)) from error
         if code:
             return code
+        drop_calibration(job)
         save_training(trainer, splits, job, "do_eval" in stages)
+        source: Path | None = folder
     else:
-        load_weights(trainer, job, resume, say)
+        source = load_weights(trainer, job, resume, say)
         if "do_eval" in stages:
             report(trainer, "eval", trainer.evaluate())
+    calibrator = calibrator_of(predictions, trainer, splits, stages, job, source, say)
+    if "do_eval" in stages and (metrics := job_predictions.evaluate_augmented(predictions, trainer)):
+        report(trainer, job_predictions.AUGMENTED, metrics)
     if "do_predict" in stages:
-        predict(trainer, splits, folder, say)
+        predict(job_predictions.make_predictions(predictions, config, trainer, splits), calibrator, trainer, say)
     say(f"\nModel, metrics, log and run.json are saved to {folder}/")
     if (folder / REPORT_FILE).is_file():
         say(f"The curves: {folder / REPORT_FILE} (opens in a browser)")
@@ -227,28 +241,85 @@ def report(trainer: Trainer | TFTrainer, split: str, metrics: dict[str, float]) 
     trainer.save_metrics(split, metrics)
 
 
-def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | None, say: Say) -> None:
+def drop_calibration(job: Job) -> None:
+    """Removes the calibration that an earlier start of the job has fitted: it is of other weights."""
+    if job.settings.pop("calibration", None) is not None:
+        (job.folder / CALIBRATION_FILE).unlink(missing_ok=True)
+
+
+def calibrator_of(
+    predictions: job_predictions.JobPredictions,
+    trainer: Trainer | TFTrainer,
+    splits: Splits,
+    stages: Sequence[str],
+    job: Job,
+    source: Path | None,
+    say: Say,
+) -> Calibrator | None:
+    """Fits a calibration on the evaluation data, and stores it beside the model of the finished run.
+
+    Args:
+        stages: with the stage do_predict alone, a stored calibration is read.
+        source: the folder of the weights; None without one.
+
+    Returns:
+        The calibration; None if the job asks for none.
+
+    Raises:
+        UsageError: the weights are not those of the finished run, there is no calibration, or the predictions cannot be
+            calibrated.
+    """
+    method = predictions.calibration
+    if method is None:
+        return None
+    if stages == ("do_predict",):
+        return job_predictions.load_calibration(method, source)
+    if source != job.folder:
+        raise UsageError(
+            f"calibration: it is stored beside the model of a finished run, and the weights are those of "
+            f"{source or 'the model as configured'}: finish the run first, or leave it out"
+        )
+    calibrator = job_predictions.fit(method, trainer, splits.eval)
+    if trainer.is_world_process_zero():
+        calibrator.save(job.folder)
+    job.settings["calibration"] = method
+    job.write()
+    say(f"Calibration, fitted on the evaluation data: {job.folder / CALIBRATION_FILE}")
+    return calibrator
+
+
+def load_weights(trainer: Trainer | TFTrainer, job: Job, resume: str | bool | None, say: Say) -> Path | None:
     """Loads weights for a job without training: from the named checkpoint, else the job's result or newest checkpoint.
 
-    Without any of these the model's own weights are kept.
+    Without any of these the model's own weights are kept. Returns the folder of the weights, or None.
     """
     source = named_checkpoint(resume)
     if source is None and (resume is None or asks_to_resume(resume)):
         source = job.folder if job.finished is not None else job.checkpoint
     if source is None:
         say("The model is used as configured: nothing has been trained here yet.")
-        return
+        return None
     say(f"Weights from {source}.")
     trainer._load_from_checkpoint(str(source))
+    return source
 
 
-def predict(trainer: Trainer | TFTrainer, splits: Splits, folder: Path, say: Say) -> None:
-    """Predicts on the test set, and saves predictions and metrics."""
-    output = trainer.predict(splits.test)
+def predict(
+    output: PredictionOutput | EnsembleOutput, calibrator: Calibrator | None, trainer: Trainer | TFTrainer, say: Say
+) -> None:
+    """Saves the predictions of the test set and their metrics."""
     report(trainer, "test", output.metrics or {})
     kept = {**named_arrays("predictions", output.predictions), **named_arrays("label_ids", output.label_ids)}
-    np.savez_compressed(folder / PREDICTIONS_FILE, allow_pickle=False, **kept)
-    say(f"Predictions: {folder / PREDICTIONS_FILE}")
+    for name, rows in job_predictions.rows_of(output).items():
+        kept |= named_arrays(name, rows)
+    if calibrator is not None:
+        kept["probabilities"] = calibrator(output.predictions)
+    if isinstance(output, EnsembleOutput):
+        say(f"An ensemble of {len(output.weights)}, weights {', '.join(f'{each:.3f}' for each in output.weights)}.")
+    file = Path(str(trainer.args.output_dir)) / PREDICTIONS_FILE
+    if trainer.is_world_process_zero():
+        np.savez_compressed(file, allow_pickle=False, **kept)
+    say(f"Predictions: {file}")
 
 
 def named_arrays(name: str, value: object) -> dict[str, Any]:
