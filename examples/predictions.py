@@ -19,10 +19,11 @@ from sklearn.naive_bayes import GaussianNB
 from torch import nn
 
 import paceline
+from paceline.core.streaming import Accuracy
 from paceline.predictions.calibration import fit_calibration
 from paceline.predictions.decisions import fit_conformal, fit_thresholds
 from paceline.predictions.reliability import expected_calibration_error
-from paceline.predictions.significance import mcnemar
+from paceline.predictions.significance import mcnemar, paired_bootstrap
 from paceline.predictions.weights import log_softmax
 
 
@@ -102,8 +103,17 @@ def main() -> None:
     ensemble = paceline.ensemble_predict([trainer.model for trainer in trainers], test, trainers[0])
     print(f"digits, error: single {statistics.mean(map(error, single)):.2f} %, ", end="")
     print(f"with shifts {statistics.mean(map(error, shifted)):.2f} %, ensemble {error(ensemble.predictions):.2f} %")
-    paired = mcnemar(single[0].argmax(-1), ensemble.predictions.argmax(-1), truth)
-    print(f"digits, first network and ensemble: p = {paired.p_value:.3g} (McNemar)")
+    chosen = {"first network": single[0].argmax(-1), "ensemble": ensemble.predictions.argmax(-1)}
+    for name, classes in chosen.items():
+        metric = Accuracy()
+        metric.update(paceline.EvalPrediction(classes, truth))
+        found = metric.compute()
+        low, high = (100 * (1 - found[f"accuracy_{side}"]) for side in ("high", "low"))
+        print(f"digits, {name}: error {100 * (1 - found['accuracy']):.2f} % (95 %: {low:.2f} to {high:.2f})")
+    paired = mcnemar(*chosen.values(), truth)
+    change = paired_bootstrap(*chosen.values(), truth, lambda classes, true: 100 * float((classes != true).mean()))
+    print(f"digits, first network and ensemble: {change.difference:+.2f} % ", end="")
+    print(f"({change.low:+.2f} to {change.high:+.2f}), p = {paired.p_value:.3g} (McNemar)")
     known = trainers[0].predict(held_out)
     calibrator = fit_calibration(known.predictions, known.label_ids)
     seen, new = calibrator(known.predictions), calibrator(single[0])

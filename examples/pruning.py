@@ -1,4 +1,4 @@
-"""Pruning: a classifier of handwritten digits, dense, pruned at once and by the cubic schedule, and a lottery ticket.
+"""Pruning of classifiers of handwritten digits: single weights, channels, attention heads, and a lottery ticket.
 
     python examples/pruning.py [--seeds 3]
 
@@ -17,7 +17,9 @@ from torch import nn
 
 import paceline
 
-SPARSITY = 0.95
+SPARSITY = 0.95  # of single weights
+CHANNELS = 0.8
+HEADS = 0.75
 
 
 class Classifier(nn.Module):
@@ -33,7 +35,26 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def error_of(pruning: paceline.Pruning | None, seed: int, folder: str) -> float:
+class Attention(nn.Module):
+    """Pixels, read as eight rows of eight -> loss and logits, through eight attention heads."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.place = nn.Linear(8, 64), nn.Parameter(0.1 * torch.randn(8, 64))
+        self.queries, self.output, self.head = nn.Linear(64, 192), nn.Linear(64, 64), nn.Linear(512, 10)
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.embed(pixels.unflatten(-1, (8, 8))) + self.place
+        queries, keys, values = self.queries(rows).unflatten(-1, (3, 8, 8)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
+        logits = self.head((rows + self.output(mixed)).relu().flatten(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def error_of(
+    pruning: paceline.Pruning | None, seed: int, folder: str, model_class: type[nn.Module] = Classifier
+) -> float:
     """Trains; returns the error in percent on the held-out half."""
     images, digits = load_digits(return_X_y=True)
     rows = [
@@ -52,7 +73,7 @@ def error_of(pruning: paceline.Pruning | None, seed: int, folder: str) -> float:
         seed=seed,
     )
     trainer = paceline.Trainer(
-        Classifier(seed),
+        model_class(seed),
         args,
         train_dataset=rows[::2],
         eval_dataset=rows[1::2],
@@ -62,6 +83,19 @@ def error_of(pruning: paceline.Pruning | None, seed: int, folder: str) -> float:
     trainer.remove_callback(paceline.PrinterCallback)
     trainer.train()
     return trainer.evaluate()["eval_error"]
+
+
+def structures() -> dict[str, paceline.Pruning | None]:
+    """Returns the ways of pruning whole channels of the hidden layers, and whole attention heads."""
+    channels = {"unit": "channel", "exclude": ["body.4"]}  # not the ten classes
+    heads = {"unit": "head", "heads": {"output": 8}}
+    return {
+        "channels, at once": paceline.Pruning(CHANNELS, schedule="one_shot", start=600, **channels),
+        "channels, cubic": paceline.Pruning(CHANNELS, start=0.1, end=0.7, every=10, **channels),
+        "heads, dense": None,
+        "heads, at once": paceline.Pruning(HEADS, schedule="one_shot", start=600, **heads),
+        "heads, cubic": paceline.Pruning(HEADS, start=0.1, end=0.7, every=10, **heads),
+    }
 
 
 def main() -> None:
@@ -83,6 +117,9 @@ def main() -> None:
                 errors.setdefault(name, []).append(error_of(pruning, seed, folder))
             ticket = paceline.Pruning(masks=cubic.masks)  # the first weights, with the masks found above
             errors.setdefault("ticket", []).append(error_of(ticket, seed, folder))
+            for name, pruning in structures().items():
+                model_class = Attention if "heads" in name else Classifier
+                errors.setdefault(name, []).append(error_of(pruning, seed, folder, model_class))
     for name, found in errors.items():
         print(f"{name:20} error {statistics.mean(found):.2f} % ({min(found):.2f} .. {max(found):.2f})")
 

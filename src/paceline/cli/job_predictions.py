@@ -31,7 +31,7 @@ AUGMENTED = "eval_augmented"  # prefix of the metrics with augmentation, beside 
 
 @dataclass(frozen=True)
 class JobPredictions:
-    """How a job predicts; at most one of these is set.
+    """The way in which a job predicts; at most one of these is set.
 
     Attributes:
         augmentation: test-time augmentation of the evaluation and the prediction stage.

@@ -62,11 +62,11 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     put_on_path(config.folder, Path.cwd())
     framework = load_framework(config)
     stages = choose_stages(config.arguments)
-    predictions = job_predictions.read_predictions(config, stages)
     args = make_arguments(config)
     if config.framework == "tf":
         framework.connect(args)
     check_references(config)
+    predictions = job_predictions.read_predictions(config, stages)
     folder = Path(str(args.output_dir))
     identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
     bring_job(args, fresh, say)
@@ -87,9 +87,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     job_predictions.check_data(predictions, trainer, splits, stages)
     keep_log(trainer)
     if "do_train" in stages:
-        job.settings["arguments"] = args.to_sanitized_dict()
-        given = kept(config.arguments)
-        job.settings["given"] = {"path": str(config.path), "sections": config.sections, "arguments": given}
+        note_settings(job, config, args)
         try:
             code = train_job(trainer, job, length, say, resume)
         except (*framework.REFUSALS, MetricError) as error:
@@ -108,12 +106,24 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         report(trainer, job_predictions.AUGMENTED, metrics)
     if "do_predict" in stages:
         predict(job_predictions.make_predictions(predictions, config, trainer, splits), calibrator, trainer, say)
+    show_places(folder, args, say)
+    return 0
+
+
+def note_settings(job: Job, config: JobConfig, args: TrainingArguments) -> None:
+    """Keeps what `rebuild` and a later start need in the settings of a job."""
+    job.settings["arguments"] = args.to_sanitized_dict()
+    given = kept(config.arguments)
+    job.settings["given"] = {"path": str(config.path), "sections": config.sections, "arguments": given}
+
+
+def show_places(folder: Path, args: TrainingArguments, say: Say) -> None:
+    """Reports where the results are."""
     say(f"\nModel, metrics, log and run.json are saved to {folder}/")
     if (folder / REPORT_FILE).is_file():
         say(f"The curves: {folder / REPORT_FILE} (opens in a browser)")
     if args.output_store is not None:
         say(f"and, as soon as this command has ended, in {args.output_store}/")
-    return 0
 
 
 def load_framework(config: JobConfig) -> Any:

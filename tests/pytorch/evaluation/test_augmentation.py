@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import harness_job
 import numpy as np
 import processes
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_models import Classifier
 from torch import Tensor, nn
 
@@ -225,6 +229,128 @@ def test_masks_are_brought_back(tmp_path: Path) -> None:
     output = trainer.predict([{"images": image} for image in images], augmentation=augmentation)
     expected = images + (torch.arange(6) + torch.arange(5, -1, -1)) / 2
     np.testing.assert_allclose(output.predictions, expected, atol=1e-5)
+
+
+class Waves(nn.Module):
+    """Classifies waves `(samples, time)` by the largest response of circular filters: the same wherever they begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filters, self.head = nn.Conv1d(1, 6, 9, padding=4, padding_mode="circular"), nn.Linear(6, 3)
+
+    def forward(self, waves: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.filters(waves[:, None]).relu().amax(-1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.slow
+def test_waves_that_are_shifted_and_louder(tmp_path: Path) -> None:
+    """The model does not depend on the beginning of a wave, but on its loudness."""
+    generator = torch.Generator().manual_seed(1)
+    times = torch.arange(64) / 64
+    waves = [
+        torch.sin(2 * torch.pi * (3 + 4 * (i % 3)) * (times + torch.rand(1, generator=generator))) for i in range(24)
+    ]
+    data = [{"waves": wave, "labels": torch.tensor(i % 3)} for i, wave in enumerate(waves)]
+    options = {"max_steps": 60, "learning_rate": 0.05, "lr_scheduler_type": "constant", "save_strategy": "no"}
+    trainer = make_trainer(tmp_path, model=Waves(), compute_metrics=accuracy, **options)
+    trainer.train_dataset = data
+    trainer.train()
+    plain = trainer.predict(data)
+    assert plain.metrics["test_accuracy"] > 0.9
+    shifts = [lambda batch, n=n: {**batch, "waves": batch["waves"].roll(n, -1)} for n in (1, 17, 63)]
+    output = trainer.predict(data, augmentation=TestTimeAugmentation(shifts))
+    np.testing.assert_allclose(output.predictions, torch.tensor(plain.predictions).log_softmax(-1), atol=1e-4)
+    assert output.agreement.min() == 1
+    assert output.spread.max() < 1e-4
+    louder = TestTimeAugmentation([lambda batch: {**batch, "waves": 3 * batch["waves"]}])
+    by_hand = [torch.tensor(trainer.predict([{**row, "waves": n * row["waves"]} for row in data])[0]) for n in (1, 3)]
+    expected = torch.stack([each.softmax(-1) for each in by_hand]).mean(0).log()
+    np.testing.assert_allclose(trainer.predict(data, augmentation=louder).predictions, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_texts_with_several_prompts_and_tokenisations(tmp_path: Path) -> None:
+    """Each pass of a padded batch is what the texts give alone, with that prompt or in those tokens."""
+    from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding
+
+    tokens = harness_job.tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=len(tokens), pad_token_id=0, num_labels=3, initializer_range=0.5, **sizes)
+    model = BertForSequenceClassification(config).eval()
+    texts = [" ".join(f"w{(3 * i + k) % 28}" for k in range(2 + i % 5)) for i in range(11)]
+    data = [{"input_ids": tokens(text)["input_ids"], "labels": i % 3} for i, text in enumerate(texts)]
+
+    def prompted(prompt: str) -> Any:
+        ids = torch.tensor(tokens(prompt)["input_ids"])
+
+        def transform(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            front = ids.expand(len(batch["input_ids"]), -1)
+            joined = torch.cat([front, batch["input_ids"]], 1)
+            mask = torch.cat([torch.ones_like(front), batch["attention_mask"]], 1)
+            return {"input_ids": joined, "attention_mask": mask, "labels": batch["labels"]}
+
+        return transform
+
+    def backwards(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        words = [text.split() for text in tokens.batch_decode(batch["input_ids"], skip_special_tokens=True)]
+        again = tokens([" ".join(reversed(each)) for each in words], padding=True, return_tensors="pt")
+        return {"input_ids": again["input_ids"], "attention_mask": again["attention_mask"], "labels": batch["labels"]}
+
+    def alone(text: str) -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([tokens(text)["input_ids"]])).logits[0].softmax(-1)
+
+    trainer = make_trainer(tmp_path, model=model)
+    trainer.data_collator = DataCollatorWithPadding(tokens)
+    augmentation = TestTimeAugmentation([prompted("w1 w2"), prompted("w9"), backwards])
+    output = trainer.predict(data, augmentation=augmentation)
+    ways = [lambda text: text, "w1 w2 {}".format, "w9 {}".format, lambda text: " ".join(reversed(text.split()))]
+    expected = torch.stack([torch.stack([alone(way(text)) for way in ways]).mean(0) for text in texts])
+    np.testing.assert_allclose(np.exp(output.predictions), expected, atol=1e-5)
+
+
+class Edges(nn.Module):
+    """Finds the box `(left, top, right, bottom)` around the bright pixels, with the same error on all sides."""
+
+    def __init__(self, error: float = 0.0) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, images: Tensor) -> Tensor:
+        bright = images[:, 0] > 0.5
+        found = []
+        for axis in (1, 2):  # the columns, then the rows in which there is a bright pixel
+            line = bright.any(axis).float()
+            found.append((line.argmax(-1), line.shape[-1] - line.flip(-1).argmax(-1)))
+        (left, right), (top, bottom) = found
+        return torch.stack([left, top, right, bottom], -1).float() + self.error
+
+
+def flip_boxes(boxes: Tensor) -> Tensor:
+    """Flips boxes in images of 12 columns from left to right."""
+    left, top, right, bottom = boxes.unbind(-1)
+    return torch.stack([12 - right, top, 12 - left, bottom], -1)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 11), st.integers(0, 7)] * 2), min_size=1, max_size=6))
+@settings(max_examples=20)
+def test_boxes_are_brought_back(places: list[tuple[int, int, int, int]]) -> None:
+    images = torch.zeros(len(places), 1, 8, 12)
+    for image, (left, top, right, bottom) in zip(images, places, strict=True):
+        image[0, [top, bottom], [left, right]] = 1
+    data = [{"images": image} for image in images]
+    augmentation = TestTimeAugmentation(["horizontal_flip"], inverse=[flip_boxes], outputs="values")
+    with tempfile.TemporaryDirectory() as folder:
+        plain = make_trainer(Path(folder), model=Edges()).predict(data)
+        output = make_trainer(Path(folder), model=Edges()).predict(data, augmentation=augmentation)
+        biased = make_trainer(Path(folder), model=Edges(0.25)).predict(data, augmentation=augmentation)
+    np.testing.assert_array_equal(output.predictions, plain.predictions)
+    assert not output.spread.any()
+    # the error of a side of the image is the opposite one after the flip
+    np.testing.assert_allclose(biased.predictions - plain.predictions, np.array([[0, 0.25] * 2] * len(places)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
