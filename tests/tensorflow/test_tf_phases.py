@@ -216,6 +216,21 @@ def test_epochs_the_best_model_and_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_optimizer_of_compile_has_the_weight_decay_of_a_phase(tmp_path: Path) -> None:
+    model = make_model()
+    model.compile(keras.optimizers.SGD(0.0001), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            seen.append(optimizer.weight_decay)
+
+    phases = [Phase("one", until=2, **HEAD), Phase("two", weight_decay=0.2)]
+    make(tmp_path, phases, [Look()], model, max_steps=3, weight_decay=0.0, learning_rate=5e-5).train()
+    assert (seen, model.optimizer.weight_decay) == ([None, None, 0.2], None)
+
+
+@pytest.mark.slow
 def test_replicas_share_the_phases(tmp_path: Path, mirrored: Any) -> None:
     losses = []
     for name, strategy, size in (("one", None, 8), ("two", mirrored, 4)):

@@ -34,7 +34,7 @@ from paceline.tensorflow.engine import TFEngine, is_own
 from paceline.tensorflow.framework import plain
 from paceline.tensorflow.model_card import count_numbers
 from paceline.tensorflow.optim import phased
-from paceline.tensorflow.optim.choose import described_schedule
+from paceline.tensorflow.optim.choose import compiled_optimizer, described_schedule
 from paceline.tensorflow.optim.schedules import StepSchedule
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,9 @@ class PhasedSession(session.Session):
 
     def prepare_optimizer(self, plan: Plan) -> None:
         before, decay = self.args, max((phase.weight_decay or 0.0 for phase in self.phases), default=0.0)
-        if decay and not self.options.weight_decay:  # the variables without decay are named when the optimizer is made
+        is_given = compiled_optimizer(self.model) is not None or not (self.optimizer is None or self.has_own_optimizer)
+        # variables without decay are named when the optimizer is made
+        if decay and not self.options.weight_decay and not is_given:
             self.args = changed(before, {"weight_decay": decay})
         try:
             super().prepare_optimizer(plan)
