@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from linear_loss_job import METRICS
 from small_models import losses, make_trainer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,6 +20,7 @@ CLASSES, LENGTH = 30, 6
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the model and of the arguments
     "bias": ({}, {"gradient_accumulation_steps": 2}),
     "smoothed, tied": ({"smoothing": 0.1, "is_tied": True}, {}),
+    "terms": ({}, {"log_token_metrics": True, "z_loss_weight": 0.01}),
     "autocast": ({}, {"bf16": True}),
 }
 
@@ -61,20 +63,26 @@ def texts(number: int = 24) -> list[dict[str, Tensor]]:
 
 def trainer_of(folder: Path, model: nn.Module, option: bool | str, **options: Any) -> Any:
     return make_trainer(
-        folder, model, texts(), max_steps=3, learning_rate=0.05, parallel={"tp": 2}, logging_steps=1, max_grad_norm=0.5,
-        eval_dataset=texts(9), loss_weight="shifted_tokens", linear_cross_entropy=option, **options,
+        folder, model, texts(), max_steps=3, learning_rate=0.05, logging_steps=1, max_grad_norm=0.5,
+        eval_dataset=texts(9), loss_weight="shifted_tokens", linear_cross_entropy=option,
+        **{"parallel": {"tp": 2}, **options},
     )  # fmt: skip
 
 
-def train(folder: Path, case: str, option: bool | str) -> dict[str, Any]:
+def train(folder: Path, case: str, option: bool | str, **changes: Any) -> dict[str, Any]:
     model, options = CASES[case]
-    trainer = trainer_of(folder, LanguageModel(**model), option, **options)
+    trainer = trainer_of(folder, LanguageModel(**model), option, **options, **changes)
     trainer.train()
     part = trainer.objective.linear_loss
+    evaluated = trainer.evaluate()
     return {
         "losses": losses(trainer),
         "weights": torch.cat([whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]),
-        "eval_loss": trainer.evaluate()["eval_loss"],
+        "eval_loss": evaluated["eval_loss"],
+        "rows": [
+            {name: row[name] for name in row if name.removeprefix("eval_") in METRICS}
+            for row in (*trainer.state.log_history, evaluated)
+        ],
         "by_chunks": None if part is None else part.is_right,
     }
 

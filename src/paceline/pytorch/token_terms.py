@@ -29,10 +29,10 @@ def check_support(option: str, strategy: SingleDevice) -> None:
     Raises:
         UnsupportedOption: it has not.
     """
-    if strategy.runs_windows or strategy.is_lazy or strategy.world.world_size != strategy.mesh.data_size:
+    if strategy.runs_windows or strategy.is_lazy or strategy.mesh.num_parts > 1:
         raise UnsupportedOption(
-            f"{option} is not supported with pipelines, tensor or context parallelism and XLA devices, where no "
-            "process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
+            f"{option} is not supported with pipelines, context or sequence parallelism and XLA devices, where no "
+            "process has all logits of a sample: use parallel='ddp', 'fsdp' or {'tp': ...}, or leave it out."
         )
 
 
@@ -112,7 +112,8 @@ class TokenTerms:
     def gather(self) -> None:
         """Adds the sums of all processes to the totals; collective. Synchronizes with the device."""
         sums, self._sums = self._sums, None
-        own = [0.0] * NUM_SUMS if sums is None else sums.tolist()
+        is_leader = self._strategy.mesh.is_data_leader(self._world.process_index)  # of those with the same data
+        own = [0.0] * NUM_SUMS if sums is None or not is_leader else sums.tolist()
         for part in gather_objects(self._world, own):
             self._totals = [total + value for total, value in zip(self._totals, part, strict=True)]
 

@@ -7,20 +7,28 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+import vocabulary_job
 
 
 @pytest.mark.slow
 def test_the_numbers_are_those_of_the_logits(tmp_path: Path) -> None:
     processes.run("vocabulary_job.py", 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    alone = vocabulary_job.train(tmp_path, "terms", False, parallel=None)
     for found in ranks:
+        assert found["cases"]["terms"][1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["cases"]["terms"][1]["rows"] == [pytest.approx(row, rel=1e-5) for row in alone["rows"]]
         for case, (plain, chunked) in found["cases"].items():
             rounding = 1e-2 if case == "autocast" else 1e-5
             assert chunked["by_chunks"] is True, case
             assert chunked["losses"] == pytest.approx(plain["losses"], rel=rounding), case
             assert chunked["losses"] == ranks[0]["cases"][case][1]["losses"], case
             assert chunked["eval_loss"] == pytest.approx(plain["eval_loss"], rel=rounding), case
+            assert chunked["rows"] == [pytest.approx(row, rel=rounding) for row in plain["rows"]], case
             assert (chunked["weights"] - plain["weights"]).norm() <= rounding * plain["weights"].norm(), case
+        assert {"perplexity", "z_loss", "eval_perplexity"} <= {
+            name for row in found["cases"]["terms"][1]["rows"] for name in row
+        }
         plain = found["cases"]["bias"][0]
         assert found["auto"]["by_chunks"] is not True
         assert found["auto"]["losses"] == plain["losses"]

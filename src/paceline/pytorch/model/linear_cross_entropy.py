@@ -232,7 +232,7 @@ def linear_cross_entropy(
 def goes_with_shards(head: Head, loss: CrossEntropy) -> bool:
     """Returns True if a loss can be computed in chunks of a head whose classes are split over processes."""
     is_squashed = any(isinstance(step, Squash) for step in head.steps)
-    return loss.weight is None and not is_squashed and not loss.z_weight
+    return loss.weight is None and not is_squashed
 
 
 def default_chunk_rows(num_classes: int, device: torch.device) -> int:
@@ -436,17 +436,26 @@ class _Job:
         is_own = kept & (index >= 0) & (index < logits.shape[1])
         index = torch.where(is_own, index, 0)
         smoothing = self.loss.label_smoothing
-        shifted = logits.sub_(shard.largest(logits.amax(1, keepdim=True)))
+        own_maximum, best = logits.max(1, keepdim=True)
+        maximum = shard.largest(own_maximum.clone())
+        shifted = logits.sub_(maximum)
         picked = shifted.gather(1, index).masked_fill_(~is_own, 0)
         total = shifted.sum(1, keepdim=True) if smoothing else picked
         powers = shifted.exp_()
         picked, total, sums = shard.summed(torch.stack([picked, total, powers.sum(1, keepdim=True)]))
+        if self.sums is not None:
+            first = shard.first(torch.where(own_maximum == maximum, best + shard.start, shard.num_classes))
+            entropies = shard.summed(torch.special.entr(powers).sum(1, keepdim=True)) / sums + sums.log()
+            columns = (kept, first == targets.unsqueeze(1), entropies, sums.log() - picked, sums.log() + maximum)
+            self.sums.add(*(column.squeeze(1) for column in columns))
         wanted = torch.lerp(picked, total / shard.num_classes, smoothing) if smoothing else picked
-        losses = (sums.log() - wanted).masked_fill_(~kept, 0).squeeze(1)
+        normalizers = sums.log() + maximum
+        losses = sums.log() - wanted + self.loss.z_weight * normalizers.square()
+        losses = losses.masked_fill_(~kept, 0).squeeze(1)
         if factors is None:
             return losses, None
         factor = (factors.unsqueeze(1).to(logits.dtype) * scale).masked_fill(~kept, 0)
-        slopes = powers.mul_(factor / sums)
+        slopes = powers.mul_(factor * (1 + 2 * self.loss.z_weight * normalizers) / sums)
         if smoothing:
             slopes.sub_(factor * (smoothing / shard.num_classes))
         return losses, slopes.scatter_add_(1, index, factor * (smoothing - 1) * is_own)

@@ -34,6 +34,11 @@ class Shard:
         distributed.all_reduce(values, distributed.ReduceOp.MAX, self.group)
         return values
 
+    def first(self, values: Tensor) -> Tensor:
+        """Returns the smallest of the processes' values, elementwise. A collective; overwrites them."""
+        distributed.all_reduce(values, distributed.ReduceOp.MIN, self.group)
+        return values
+
     def summed(self, values: Tensor) -> Tensor:
         """Returns the sums of the processes' values, elementwise. A collective; overwrites them."""
         distributed.all_reduce(values, distributed.ReduceOp.SUM, self.group)
