@@ -21,6 +21,7 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline doctor CONFIG.yaml   look for usual mistakes in model, data and options
   paceline train CONFIG.yaml    train what a file describes
   paceline schema               print the JSON schema of these files, for editors
+  paceline completion SHELL     print the script that completes commands and options in bash or zsh
   paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
   paceline launch --on SERVICE CONFIG.yaml   write the file for a job on Slurm, Kubernetes or a cloud service
   paceline report RUN [RUN ...]  write a page with the curves and settings of a run, or compare several
@@ -153,6 +154,13 @@ paceline schema > paceline.schema.json
 Prints the JSON schema (draft 2020-12) of the files of `paceline train`, with the text and default of every option. An
 editor with a YAML language server completes and checks a file that begins with the line
 # yaml-language-server: $schema=paceline.schema.json"""
+
+COMPLETION = """\
+paceline completion bash|zsh
+
+Prints the script with which the shell completes commands, options and their choices. In ~/.bashrc or ~/.zshrc:
+
+  source <(paceline completion bash)"""
 
 LAUNCH = """\
 paceline launch [--nproc-per-node N] [option of torchrun ...] SCRIPT [option of the script ...]
@@ -313,6 +321,7 @@ TEXTS = {
     "doctor": DOCTOR,
     "train": TRAIN,
     "schema": SCHEMA,
+    "completion": COMPLETION,
     "launch": LAUNCH,
     "report": REPORT,
     "compare": COMPARE,

@@ -1,0 +1,39 @@
+"""`paceline completion`: commands, options and choices, completed by a real bash."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import COMMANDS, main
+
+ASK = 'source "$1"; COMP_WORDS=(paceline "${@:2}"); COMP_CWORD=$(($# - 1)); _paceline; echo "${COMPREPLY[@]}"'
+
+
+def test_bash_completes_commands_options_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "paceline.bash"
+    script.write_text(capsys.readouterr().out, encoding="utf-8")
+
+    def completed(*words: str) -> list[str]:
+        done = subprocess.run(
+            ["bash", "-c", ASK, "bash", str(script), *words], capture_output=True, text=True, timeout=20
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split()
+
+    assert set(completed("")) == set(COMMANDS)
+    assert completed("pl") == ["plan"]
+    assert completed("replay", "runs/a", "--j") == ["--json"]
+    assert completed("train", "job.yaml", "--learning_r") == ["--learning_rate"]
+    assert completed("train", "job.yaml", "--lr_scheduler_type", "cosine_with_r") == ["cosine_with_restarts"]
+    assert completed("init", "mod") == ["module"]
+    assert completed("control", "runs/a", "learning") == ["learning-rate"]
+    assert completed("train", "jo") == []  # bash completes the names of files
+
+
+def test_a_shell_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bsh"]) == 2
+    assert "did you mean 'bash'?" in capsys.readouterr().err
