@@ -108,26 +108,12 @@ def dispatch(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[AboveBars()])
     runners: dict[str, Callable[[list[str]], int]] = {
         "demo": run_demo,
-        "init": partial(run_part, "init"),
-        "plan": partial(run_part, "plan"),
-        "doctor": partial(run_part, "doctor"),
         "train": run_train,
-        "schema": partial(run_part, "schema"),
-        "completion": partial(run_part, "completion"),
         "launch": run_launch,
-        "report": partial(run_part, "report"),
-        "compare": partial(run_part, "compare"),
-        "runs": partial(run_part, "runs"),
-        "serve": partial(run_part, "serve"),
-        "watch": partial(run_part, "watch"),
-        "verify": partial(run_part, "verify"),
-        "export": partial(run_part, "export"),
-        "average": partial(run_part, "average"),
         "replay": run_replay,
-        "control": partial(run_part, "control"),
         "search": run_search,
     }
-    return runners[command](rest)
+    return runners.get(command, partial(run_part, command))(rest)
 
 
 def run_demo(words: list[str]) -> int:
