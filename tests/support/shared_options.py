@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shards by size": {"fsdp": True, "fsdp_config": {"min_num_params": 50}},
     "shards kept whole": {"fsdp": "shard_grad_op"},
     "shards that rewind": {"fsdp": True, "nonfinite_policy": "rollback"},
-    "shards of Adafactor": {"fsdp": True, "optim": "adafactor"},
+    "shards of Adafactor": {"fsdp": True, "optim": "adafactor", "save_strategy": "epoch"},
 }
 
 
@@ -80,6 +80,10 @@ def run(folder: Path, size: int, name: str) -> dict[str, Any]:
     data = [{**sample, "length": 3 + index % 5} for index, sample in enumerate(classification(53))]
     shape = split(size, int(options.pop("gradient_accumulation_steps", 2)))
     trainer = train(folder / name, Blocks(), data, **shape, per_device_eval_batch_size=8 // size, **options)
+    if "save_strategy" in options:  # the same ends when resumed
+        first = min((folder / name).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+        resumed = train(folder / f"{name} again", Blocks(), data, **shape, resume_from_checkpoint=str(first), **options)
+        assert torch.equal(found(resumed)["weights"], found(trainer)["weights"])
     rows = [row for row in trainer.state.log_history if "eval_loss" in row]
     names = ("eval_loss", "eval_accuracy", "eval_accuracy_low", "eval_number")
     return found(trainer, evaluation={key: rows[-1][key] for key in names if key in rows[-1]} if rows else {})

@@ -19,6 +19,8 @@ WITHOUT_OUTPUT: dict[str, Any] = {
     "load_best_model_at_end": False,
     "metric_for_best_model": None,
     "greater_is_better": None,
+    "keep_best": 0,
+    "keep_best_metric": None,
     "report_to": "none",
 }
 

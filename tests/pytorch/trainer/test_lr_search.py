@@ -55,11 +55,14 @@ def of_own_schedule(folder: Path) -> Trainer:
     return make_trainer(folder, model, DATA, optimizers=(optimizer, schedule))
 
 
+EVALUATED: dict[str, Any] = {"keep_best": 1, "eval_strategy": "epoch", "eval_dataset": DATA}
 KINDS: dict[str, Any] = {
     "options": lambda folder: make_trainer(folder, Uneasy(), DATA, learning_rate=0.01),
     "optimizer": of_own_optimizer,
     "schedule": of_own_schedule,
-    "model_init": lambda folder: make_trainer(folder, None, DATA, model_init=Uneasy, gradient_accumulation_steps=2),
+    "model_init": lambda folder: make_trainer(
+        folder, None, DATA, model_init=Uneasy, gradient_accumulation_steps=2, **EVALUATED
+    ),
 }
 
 

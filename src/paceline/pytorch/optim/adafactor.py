@@ -151,8 +151,22 @@ class Adafactor(Optimizer):
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(indices, parameters, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.dtype != self.state[parameter][key].dtype:
+                if not isinstance(value, Tensor):
+                    continue
+                if value.dtype != self.state[parameter][key].dtype:
                     self.state[parameter][key] = value.to(parameter.device, copy=True)
+                if key in ("exp_avg_sq_row", "exp_avg_sq_col"):
+                    self.state[parameter][key] = _replicated_like(parameter, self.state[parameter][key])
+
+
+def _replicated_like(parameter: Any, value: Tensor) -> Tensor:
+    """Returns a whole tensor as `new_zeros` of a sharded parameter places it: a replica on each process."""
+    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
+        return value
+    placed = parameter.new_zeros(value.shape, dtype=value.dtype)
+    placed.to_local().copy_(value)
+    found: Tensor = placed.detach()
+    return found
 
 
 def _normalised(gradient: Tensor, state: dict[str, Any], decay: float, eps: float) -> Tensor:
