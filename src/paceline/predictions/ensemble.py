@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -185,6 +185,30 @@ def class_names(member: Member, host: Host) -> dict[str, str] | None:
     else:
         return None
     return {str(index): str(name) for index, name in names.items()} if isinstance(names, dict) else None
+
+
+def load_member(folder: str | Path, load: Callable[[str], Sequence[str] | None], failure: type[Exception]) -> None:
+    """Loads the weights of a folder into a trainer's model.
+
+    Args:
+        folder: the folder or checkpoint.
+        load: loads it; returns notes on weights that do not fit, if it loads others.
+        failure: what `load` raises for weights that do not fit.
+
+    Raises:
+        ValueError: there is no such folder, or its weights do not fit the model.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"ensemble_predict: {str(folder)!r} is no folder with a model")
+    try:
+        notes = load(str(folder))
+    except failure as error:
+        raise ValueError(
+            f"ensemble_predict: the weights of {folder} do not fit the trainer's model, so its classes may be others: "
+            f"{error}. Pass a model, or a function that returns one."
+        ) from error
+    if notes:
+        raise ValueError(f"ensemble_predict: the weights do not fit the trainer's model: {'; '.join(notes)}")
 
 
 def add_member(combined: Combination, output: PredictionOutput, number: int, share: float, outputs: str) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import LateModule
 from paceline.core.outputs import PredictionOutput
+from paceline.predictions.ensemble import Member, load_member
 from paceline.pytorch.model.signature import innermost
 
 if TYPE_CHECKING:
-    from paceline.predictions.ensemble import Member
     from paceline.pytorch.trainer import Trainer
 
 PARTS = LateModule("paceline.pytorch.parts")  # a second file of the facade
@@ -72,7 +72,7 @@ def in_place(member: Member, trainer: Trainer) -> Iterator[None]:
         if isinstance(member, str | Path):
             own = trainer.model.state_dict()
             snapshot = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in own.items()}
-            load_member(member, trainer)
+            load_member(member, lambda folder: PARTS.load_weights_of(trainer, None, folder), RuntimeError)
         else:
             made = member if isinstance(member, nn.Module) else member()
             device = next((each.device for each in made.parameters()), None)
@@ -88,22 +88,3 @@ def in_place(member: Member, trainer: Trainer) -> Iterator[None]:
             made.to(device)
         for name, value in before.items():
             setattr(trainer, name, value)
-
-
-def load_member(folder: str | Path, trainer: Trainer) -> None:
-    """Loads the weights of a folder into the trainer's model.
-
-    Raises:
-        ValueError: there is no such folder, or its weights do not fit the model.
-    """
-    if not Path(folder).is_dir():
-        raise ValueError(f"ensemble_predict: {str(folder)!r} is no folder with a model")
-    try:
-        notes = PARTS.load_weights_of(trainer, None, str(folder))
-    except RuntimeError as error:
-        raise ValueError(
-            f"ensemble_predict: the weights of {folder} do not fit the trainer's model, so its classes may be others: "
-            f"{error}. Pass a module, or a function that returns one."
-        ) from error
-    if notes:
-        raise ValueError(f"ensemble_predict: the weights do not fit the trainer's model: {'; '.join(notes)}")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.outputs import PredictionOutput
+from paceline.predictions.ensemble import Member, load_member
 from paceline.tensorflow.checkpoint.variables import CheckpointError, assign, values_of
 from paceline.tensorflow.objective import build_by_itself, check_model
 
 if TYPE_CHECKING:
-    from paceline.predictions.ensemble import Member
     from paceline.tensorflow.trainer import TFTrainer
 
 
@@ -54,7 +54,7 @@ def in_place(member: Member, trainer: TFTrainer) -> Iterator[None]:
     trainer.averages = None  # they would replace the weights of the member
     try:
         if isinstance(member, str | Path):
-            load_member(member, trainer)
+            load_member(member, trainer._load_from_checkpoint, CheckpointError)
         else:
             trainer.use_model(make_member(member, trainer))
         yield
@@ -81,20 +81,3 @@ def make_member(member: Member, trainer: TFTrainer) -> Any:
         build_by_itself(made)
     check_model(made)
     return made
-
-
-def load_member(folder: str | Path, trainer: TFTrainer) -> None:
-    """Loads the weights of a folder into the trainer's model.
-
-    Raises:
-        ValueError: there is no such folder, or its weights do not fit the model.
-    """
-    if not Path(folder).is_dir():
-        raise ValueError(f"ensemble_predict: {str(folder)!r} is no folder with a model")
-    try:
-        trainer._load_from_checkpoint(str(folder))
-    except CheckpointError as error:
-        raise ValueError(
-            f"ensemble_predict: the weights of {folder} do not fit the trainer's model, so its classes may be others: "
-            f"{error}. Pass a model, or a function that returns one."
-        ) from error
