@@ -315,6 +315,7 @@ class MembersTrainer(Trainer):
         if self.label_smoother is not None:  # sees by the numbers of one model if the loss is shifted
             with torch.no_grad(), preserved_rng():
                 tensors, batch = stack.parts(stack.stacked(), inputs)[0]
+                tensors = {name: each.clone() for name, each in tensors.items()}  # batch norm would change its buffers
                 self.objective(Slice(stack.module, tensors), batch, num_items)  # type: ignore[arg-type]
         if stack.vectorize:
             checks.check_vectorized(stack, inputs, num_items, self.compute_loss_context_manager)

@@ -139,8 +139,9 @@ class Recurrent(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_each_member_has_its_own_statistics_of_batch_norm(tmp_path: Path) -> None:
-    trainer = members_of(tmp_path, model_init=NormedConvolution)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_each_member_has_its_own_statistics_of_batch_norm(tmp_path: Path, smoothing: float) -> None:
+    trainer = members_of(tmp_path, options={"label_smoothing_factor": smoothing}, model_init=NormedConvolution)
     trainer.train()
     for number, module in enumerate(trainer.modules()):
         assert_same(module, alone(trainer, number, tmp_path, model_init=NormedConvolution).model)
