@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -75,12 +76,17 @@ def test_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_parallel(tmp_path: Path) -> None:
     path = write_job(tmp_path, MODULE, CONFIG)
-    command = [sys.executable, "-m", "paceline", "search", str(path), "--n_parallel", "2"]
+    command = [sys.executable, "-m", "paceline", "search", str(path), "--n_parallel", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ)
     assert done.returncode == 0, done.stderr
     trials = study_of(tmp_path).trials
     assert [trial.state.name for trial in trials] == ["COMPLETE"] * 3
-    assert done.stdout.count("Best: trial") == 1
+    found = json.loads(done.stdout)  # and nothing else; the workers' output is not in it
+    assert [row["state"] for row in found["trials"]] == ["complete"] * 3
+    best = min(found["trials"], key=lambda row: row["objective"])
+    assert found["best_trial"] == best["trial"]
+    assert best["parameters"].keys() == {"learning_rate", "model.width", "per_device_train_batch_size"}
+    assert Path(best["folder"]).is_dir()
     with sqlite3.connect(tmp_path / "run" / "study.db") as database:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
     database.close()

@@ -143,7 +143,8 @@ class Plan:
             processes = f" x {parts} {'processes' if self.mesh.is_data_only else 'data-parallel ranks'}"
         epoch = "unknown length" if self.updates_per_epoch is None else f"{self.updates_per_epoch:,} per epoch"
         samples = "" if self.samples_per_epoch is None else f", {self.samples_per_epoch:,} samples each"
-        epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:.4g} epochs{samples})"
+        unit = "epoch" if self.num_train_epochs == 1 else "epochs"
+        epochs = "" if self.updates_per_epoch is None else f" ({self.num_train_epochs:.4g} {unit}{samples})"
         clip = f"gradients clipped to norm {self.max_grad_norm:g}" if self.max_grad_norm else "gradients not clipped"
         seeds = f"seed {self.seed}" + (f", data seed {self.data_seed}" if self.data_seed != self.seed else "")
         numbers = f"{self.precision} precision"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ from paceline.cli.train_torch import build_trainer
 from paceline.core.events import TrainerCallback
 from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule, is_installed
-from paceline.search.optuna_study import STUDY_NAME, OptunaSearch, close_storage, no_result, own_storage
+from paceline.core.record import jsonable
+from paceline.search.optuna_study import RUN_NAME, STUDY_NAME, OptunaSearch, close_storage, no_result, own_storage
 from paceline.search.trials import params_of
 
 if TYPE_CHECKING:
@@ -97,13 +99,14 @@ def run(config: SearchConfig) -> int:
             raise UsageError(f"{name}: a search makes no predictions: leave it out, and give it to `paceline train`")
     args = make_arguments(config.job)
     folder = Path(str(args.output_dir)).absolute()
-    if config.n_parallel > 1 and not config.is_worker:
-        code = run_parallel(config, args, folder)
-    else:
-        run_here(config, args)
-        code = 0
+    with redirect_stdout(sys.stderr) if config.is_json else nullcontext():
+        if config.n_parallel > 1 and not config.is_worker:
+            code = run_parallel(config, args, folder)
+        else:
+            run_here(config, args)
+            code = 0
     if not config.is_worker:
-        show_result(folder)
+        show_result(folder, is_json=config.is_json)
     return code
 
 
@@ -269,7 +272,8 @@ def run_workers(config: SearchConfig, folder: Path | None = None) -> list[int]:
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices[index % len(devices)]
         if folder is None:
-            workers.append(subprocess.Popen(command, env=environment))
+            output = sys.stderr.fileno() if config.is_json else None
+            workers.append(subprocess.Popen(command, env=environment, stdout=output))
             continue
         with (folder / WORKER_LOG.format(index)).open("ab") as log:
             workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
@@ -292,13 +296,45 @@ def visible_devices() -> Sequence[str]:
 # ---- the result
 
 
-def show_result(folder: Path) -> None:
-    """Prints the best trial and the importance of the hyperparameters, and draws optuna's plots."""
+def show_result(folder: Path, *, is_json: bool) -> None:
+    """Prints the result of a search, as text with optuna's plots drawn, or as JSON."""
     storage = own_storage(folder)
     try:
-        show_study(optuna.load_study(study_name=STUDY_NAME, storage=storage), folder)
+        study = optuna.load_study(study_name=STUDY_NAME, storage=storage)
+        if is_json:
+            print(json.dumps(to_json(study, folder), indent=2))
+        else:
+            show_study(study, folder)
     finally:
         close_storage(storage)
+
+
+def to_json(study: optuna.Study, folder: Path) -> dict[str, Any]:
+    """Returns the trials of a study as plain values, with the number of the best one; None if none was completed."""
+    trials = study.get_trials(deepcopy=False)
+    is_done = any(trial.state == optuna.trial.TrialState.COMPLETE for trial in trials)
+    found: dict[str, Any] = jsonable(
+        {
+            "folder": str(folder),
+            "direction": study.direction.name.lower(),
+            "best_trial": study.best_trial.number if is_done else None,
+            "trials": [trial_to_json(trial, folder) for trial in trials],
+        }
+    )
+    return found
+
+
+def trial_to_json(trial: optuna.trial.FrozenTrial, folder: Path) -> dict[str, Any]:
+    """Returns the facts of one trial."""
+    name = trial.user_attrs.get(RUN_NAME)
+    return {
+        "trial": trial.number,
+        "state": trial.state.name.lower(),
+        "objective": trial.value,
+        "seconds": trial.duration.total_seconds() if trial.duration is not None else None,
+        "folder": None if name is None else str(folder / name),
+        "parameters": trial.params,
+    }
 
 
 def show_study(study: optuna.Study, folder: Path) -> None:
@@ -307,7 +343,7 @@ def show_study(study: optuna.Study, folder: Path) -> None:
     if not done:
         return
     best = study.best_trial
-    say(f"\nBest: trial {best.number} with {best.value:.6g}, in {folder / best.user_attrs['run_name']}/")
+    say(f"\nBest: trial {best.number} with {best.value:.6g}, in {folder / best.user_attrs[RUN_NAME]}/")
     for name, value in best.params.items():
         say(f"  {name}: {shown(value)}")
     if len(done) > 1:

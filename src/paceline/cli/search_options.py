@@ -52,6 +52,7 @@ class SearchConfig:
         timeout: seconds, or None.
         words: the command line.
         is_worker: True in a process that a parallel search has started.
+        is_json: print the result as JSON; all else goes to the error output.
     """
 
     job: JobConfig
@@ -66,6 +67,7 @@ class SearchConfig:
     timeout: float | None = None
     words: list[str] = field(default_factory=list)
     is_worker: bool = False
+    is_json: bool = False
 
 
 def read_search(words: Sequence[str]) -> SearchConfig:
@@ -74,7 +76,7 @@ def read_search(words: Sequence[str]) -> SearchConfig:
     Raises:
         UsageError: the file, a key or an option is unknown or invalid.
     """
-    own = {"worker": True, "n_trials": False, "n_parallel": False}
+    own = {"worker": True, "json": True, "n_trials": False, "n_parallel": False}
     given = parse_options(words, Known(("CONFIG.yaml",), own, tuple(SECTIONS)))
     if not given.positional:
         raise UsageError("search needs a file: paceline search CONFIG.yaml (`paceline search --help` shows one)")
@@ -98,7 +100,8 @@ def read_search(words: Sequence[str]) -> SearchConfig:
     if job.framework != "torch":
         raise UsageError("search: TFTrainer has no hyperparameter_search; a search needs framework: torch")
     kept = [word for word in words if word != "--worker"]
-    return SearchConfig(job, **settings, words=kept, is_worker=bool(given.own.get("worker")))
+    is_worker, is_json = (bool(given.own.get(name)) for name in ("worker", "json"))
+    return SearchConfig(job, **settings, words=kept, is_worker=is_worker, is_json=is_json)
 
 
 def check_section(section: Mapping[str, Any]) -> dict[str, Any]:

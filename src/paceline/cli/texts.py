@@ -56,7 +56,7 @@ Every option of TrainingArguments is accepted: --max_steps 200 --learning_rate 1
 "paceline demo --help WORD" lists those that contain WORD."""
 
 SEARCH = """\
-paceline search CONFIG.yaml [--n_trials N] [--n_parallel N] [--option value ...] [--section.key value ...]
+paceline search CONFIG.yaml [--n_trials N] [--n_parallel N] [--json] [--option value ...] [--section.key value ...]
 
 A configuration of `paceline train` with one more section (the extra `optuna`):
 
@@ -75,7 +75,8 @@ A configuration of `paceline train` with one more section (the extra `optuna`):
     halving: {min_steps: 100}        # successive halving: the best third goes on
     timeout: 3600                    # seconds
 
-The same command continues a search that was interrupted. See docs/hyperparameter_search.md."""
+--json prints the trials as JSON in the end, and everything else to the error output. The same command continues a
+search that was interrupted. See docs/hyperparameter_search.md."""
 
 TRAIN = """\
 paceline train CONFIG.yaml [--fresh] [--option value ...] [--section.key value ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -55,7 +56,7 @@ def test_a_record_holds_what_made_a_run(repository: Path, tmp_path: Path) -> Non
     assert record["data"]["train"]["length"] == 26
     assert record["data"]["eval"]["rows"].items() >= {("0", record["data"]["train"]["rows"]["0"])}
     packages = (tmp_path / "a" / PACKAGES_FILE).read_text().splitlines()
-    assert f"torch=={torch.__version__}" in packages
+    assert f"torch=={importlib.metadata.version('torch')}" in packages
     assert record["packages"]["count"] == len(packages)
     assert record["hardware"]["threads"] == torch.get_num_threads()
     assert record["hardware"]["cores"] == os.cpu_count()
