@@ -35,6 +35,8 @@ COVERS: dict[str, tuple[str, ...]] = {
     "ledger": (*_STEP, "core/ledger.py"),
     "large_vocabulary": ("pytorch/model", "pytorch/loss_probe.py", "pytorch/loss_audit.py", "pytorch/engine.py"),
     "ragged_text": (*_STEP, "pytorch/data/packing.py"),
+    "memory_options": _STEP,
+    "compile_ragged": ("pytorch/model", "pytorch/engine.py", "pytorch/loss_probe.py"),
     "members": (*_STEP, "pytorch/stacked"),
     "shared_overhead": (*_STEP, "pytorch/distributed"),
     "tf_step": _TF_STEP,

@@ -10,6 +10,7 @@ PLOTS = {
     "step_overhead": ("us_per_step", "CPU time of a step beside the model, us"),
     "large_vocabulary": ("added_gb", "memory that a step adds, GB"),
     "ragged_text": ("tokens_per_second", "useful tokens per CPU second"),
+    "memory_options": ("added_mb", "memory that a step adds, MB"),
     "gpt2_124m": ("tokens_per_second", "tokens per second"),
     "checkpoint_save": ("held_seconds", "training waits for a save, seconds"),
     "eval_memory": ("peak_mb_4n", "peak memory of an evaluation, MB"),

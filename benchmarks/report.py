@@ -36,6 +36,8 @@ TO_RUN = {
     "collation": "python benchmarks/collation.py",
     "data_loading": "python benchmarks/data_loading.py",
     "ragged_text": "python benchmarks/ragged_text.py",
+    "memory_options": "python benchmarks/memory_options.py",
+    "compile_ragged": "python benchmarks/compile_ragged.py",
     "members": "python benchmarks/members.py",
     "shared_overhead": "python benchmarks/shared_overhead.py",
     "tf_step": "python benchmarks/tf_step.py",
@@ -344,6 +346,53 @@ def ragged_text(result: Result) -> str:
     return about + table(["batches", "useful tokens/s", "time of a token, of the limit's"], rows)
 
 
+def memory_options(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [
+            name,
+            spread(row["added_mb"], "{:.0f}"),
+            spread(row["added_mb_over_plain"]),
+            spread(row["cpu_seconds"]),
+            spread(row["cpu_seconds_over_plain"]),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A causal model of {settings['parameters'] / 1e6:.1f} M parameters, {settings['layers']} blocks of width "
+        f"{settings['hidden']}, {settings['vocabulary']:,} classes, {settings['tokens']:,} tokens a step, AdamW, one "
+        "thread. Memory is the peak of later steps above the level with the model alone: gradients, optimizer state, "
+        "activations and logits. Over plain: over `paceline, plain`; with a memory budget, over `paceline, compiled`. "
+        "Gradients take memory beside the optimizer state when most activations are freed, so stepping in the "
+        "backward pass lowers the peak only where activations are small. `activation_offload` needs a device.\n\n"
+    )
+    return about + table(["contender", "MB added", "over plain", "CPU s a step", "over plain"], rows)
+
+
+def compile_ragged(result: Result) -> str:
+    settings = result["settings"]
+    rows = [
+        [
+            name,
+            spread(row["first_step_seconds"], "{:.1f}"),
+            spread(row["cpu_seconds"]),
+            spread(row["cpu_seconds_over_eager"]),
+            spread(row["graphs"], "{:.0f}"),
+            spread(row["recompilations"], "{:.0f}"),
+        ]
+        for name, row in result["rows"].items()
+    ]
+    about = (
+        f"A causal model of {settings['parameters'] / 1e6:.1f} M parameters on texts of {settings['mean']} tokens in "
+        f"the mean and {settings['longest']} at most, {settings['batch_size']} a step: {settings['steps']} batches of "
+        f"{settings['lengths']} lengths, one thread, nothing in the compiler's cache. CPU time is that of the last "
+        f"{settings['steps_measured']} steps. Graphs are those of the forward pass; compiled again are those of code "
+        "that was compiled before, for other inputs.\n\n"
+    )
+    head = ["contender", "s to the first step", "CPU s a step", "over paceline, eager", "graphs", "compiled again"]
+    return about + table(head, rows)
+
+
 def shared_overhead(result: Result) -> str:
     settings = result["settings"]
     rows = [
@@ -438,6 +487,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "collation": ("What a batch costs until it is a tensor", collation),
     "data_loading": ("How fast loaders are", data_loading),
     "ragged_text": ("What padding costs", ragged_text),
+    "memory_options": ("What options that save memory give and cost", memory_options),
+    "compile_ragged": ("What compiling costs and gives with batches of ragged lengths", compile_ragged),
     "members": ("What members trained at once take", members),
     "shared_overhead": ("What a step costs where several processes train", shared_overhead),
     "tf_step": ("What a step costs with TensorFlow", tf_step),

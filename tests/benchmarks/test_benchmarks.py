@@ -20,6 +20,7 @@ FRESH = (
     "import_time.py",
     "ledger.py",
     "large_vocabulary.py",
+    "memory_options.py",
     "run_growth.py",
     "eval_memory.py",
     "export.py",
@@ -284,6 +285,34 @@ def test_ragged_text(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     run("report.py", "--results", str(tmp_path), "--page", str(page))
     assert "| paceline flattened |" in page.read_text("utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_options(tmp_path: Path) -> None:
+    contenders = ["paceline, plain", "paceline, gradient_checkpointing"]
+    result = run_for_result(tmp_path, "memory_options", "--quick", "--contenders", *contenders)
+    plain, checkpointed = (result["rows"][name] for name in contenders)
+    assert plain["added_mb"]["median"] > 3 * 4e-6 * result["settings"]["parameters"]  # gradients and moments
+    assert checkpointed["added_mb_over_plain"]["median"] < 0.95
+    assert result["targets"][0]["value"] == checkpointed["added_mb_over_plain"]["median"]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "| paceline, gradient_checkpointing |" in page.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_compile_ragged(tmp_path: Path) -> None:
+    contenders = ["paceline, eager", "paceline, torch_compile"]
+    result = run_for_result(tmp_path, "compile_ragged", "--quick", "--contenders", *contenders)
+    eager, compiled = (result["rows"][name] for name in contenders)
+    assert result["settings"]["lengths"] == result["settings"]["steps"]
+    assert eager["graphs"]["max"] == eager["recompilations"]["max"] == 0
+    assert (compiled["graphs"]["max"], compiled["recompilations"]["max"]) == (2, 1)
+    assert result["targets"][0]["met"]
+    page = tmp_path / "page.md"
+    run("report.py", "--results", str(tmp_path), "--page", str(page))
+    assert "| paceline, torch_compile |" in page.read_text("utf-8")
 
 
 def test_collation(tmp_path: Path) -> None:
