@@ -180,6 +180,8 @@ def test_an_ensemble_of_folders_is_predicted_with(config: Path, capsys: pytest.C
         (["--augmentation", "[{module}:dimmer]"], "has no 'dimmer'"),
         (["--ensemble", "[runs/a]"], "only the stage do_predict uses it"),
         (["--ensemble", "[nowhere]", "--do_predict"], "there is no folder nowhere"),
+        (["--ensemble", "[nowhere]", "--do_train", "--do_predict"], "there is no folder nowhere"),
+        (["--ensemble", "[runs*/snapshots/*]", "--do_train", "--do_predict"], "there is no folder runs*/snapshots/*"),
         (["--ensemble", "[a]", "--ensemble.combine", "sum", "--do_predict"], "'sum' is not one of"),
         (
             ["--ensemble", "[a]", "--calibration", "vector", "--do_predict"],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +223,27 @@ def find_members(config: JobConfig, members: Sequence[str]) -> list[str]:
             raise UsageError(f"ensemble.members: there is no folder {name}")
         found += kept
     return found
+
+
+def check_members(predictions: JobPredictions, config: JobConfig, output_dir: Path, stages: Sequence[str]) -> None:
+    """Checks before training that the members of an ensemble exist, except those that this run may make.
+
+    Raises:
+        UsageError: a folder is missing, or a pattern has no match.
+    """
+    for name in (predictions.ensemble or {}).get("members", ()):
+        if "do_train" not in stages or not may_become(config, name, output_dir):
+            find_members(config, [name])
+
+
+def may_become(config: JobConfig, pattern: str, output_dir: Path) -> bool:
+    """Returns True if `pattern` may match a folder in `output_dir`, or the folder itself."""
+    own = Path(os.path.realpath(output_dir)).parts
+    for base in (config.folder, Path.cwd()):
+        parts = Path(os.path.realpath(base / Path(pattern).expanduser())).parts
+        if len(parts) >= len(own) and all(map(fnmatch, own, parts)):
+            return True
+    return False
 
 
 def make_predictions(

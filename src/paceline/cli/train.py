@@ -70,6 +70,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     folder = Path(str(args.output_dir))
     identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
     bring_job(args, fresh, say)
+    job_predictions.check_members(predictions, config, folder, stages)
     resume = resume_of(args)
     check_checkpoint(config.framework, named_checkpoint(resume))
     job = open_job(folder, COMMANDS[config.framework], identity, fresh=fresh, say=say, resume=resume)
@@ -79,9 +80,8 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         if not predictions.is_evaluated:
             return 0
         stages = ("do_eval",)
-    place = args.output_store or folder
     resumes = ", where the same command resumes" if "do_train" in stages else ""
-    say(f"paceline train {config.path.name}: everything goes to {place}/{resumes}")
+    say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/{resumes}")
     trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
     job_predictions.check_data(predictions, trainer, splits, stages)
