@@ -1,6 +1,7 @@
-"""Trainings with `optimizer_in_backward` and `optimizer_state_dtype`, on one process and on several.
+"""Trainings with `optimizer_in_backward`, `optimizer_state_dtype` and optimizers of other packages, on one process and
+on several.
 
-    python optimizer_memory_job.py FOLDER numbers|resume
+    python optimizer_memory_job.py FOLDER numbers|resume|packages
 
 Each process writes what it found into `FOLDER/RANK.pt`.
 """
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline import Trainer, TrainerCallback
+from paceline.args.errors import UnsupportedOption
 
 DEPTH, WIDTH = 6, 16
 
@@ -121,8 +123,31 @@ def resume(folder: Path) -> dict[str, Any]:
     return found
 
 
+ON_SHARDS = ("grokadamw", "schedule_free_adamw", "stable_adamw")
+WHOLE_ONLY = ("ademamix", "galore_adamw", "apollo_adamw")
+SIMPLE: dict[str, Any] = {"num_train_epochs": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}
+
+
+def packages(folder: Path) -> dict[str, Any]:
+    """Weights of whole and of resumed trainings on shards, or the refusal, by the name in `optim`."""
+    found: dict[str, Any] = {}
+    for name in ON_SHARDS:
+        options = {**SHARDS, **SIMPLE, "optim": name}
+        found[f"whole {name}"] = values(train(folder / f"whole-{name}", **options))
+        saves = {"save_strategy": "steps", "save_steps": 2}
+        train(folder / f"parts-{name}", callbacks=[StopAt(2)], **options, **saves)
+        found[f"parts {name}"] = values(train(folder / f"parts-{name}", resume=True, **options))
+    for name in WHOLE_ONLY:
+        targets = ["layers"] if name.startswith(("galore", "apollo")) else None
+        try:
+            train(folder / name, optim=name, optim_target_modules=targets, **SIMPLE, **SHARDS)
+        except UnsupportedOption as error:
+            found[name] = str(error)
+    return found
+
+
 def main() -> None:
-    folder, part = Path(sys.argv[1]), {"numbers": numbers, "resume": resume}[sys.argv[2]]
+    folder, part = Path(sys.argv[1]), {"numbers": numbers, "resume": resume, "packages": packages}[sys.argv[2]]
     torch.save(part(folder), folder / f"{os.environ['RANK']}.pt")
 
 

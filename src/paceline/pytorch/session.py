@@ -68,6 +68,7 @@ from paceline.pytorch.optim.groups import reset_decay
 from paceline.pytorch.optim.layerwise import check_options, check_run, steps_in_backward
 from paceline.pytorch.optim.modes import switch_optimizer
 from paceline.pytorch.optim.schedulers import follows_metrics
+from paceline.pytorch.optim.shards import check_shards
 from paceline.pytorch.output_store import finished_uploads
 from paceline.pytorch.padding_meter import PaddingMeter
 from paceline.pytorch.step_parts import Setup, StepParts, make_step_parts
@@ -479,6 +480,7 @@ class Session(core.Session[Run, TrainerMembers]):
             check_optimizer(self.optimizer, model)
             reset_decay(self.optimizer)
             check_run(self.optimizer, str(self.options.optim), plan)
+            check_shards(self.optimizer, str(self.options.optim))
             check_options(self.optimizer, self.options, plan)
             return self.optimizer
 

@@ -1,5 +1,6 @@
 """`optimizer_in_backward` and `optimizer_state_dtype`: the numbers, the bytes, resume, shards, and what is refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,17 @@ def test_shards_resume_to_the_bit(tmp_path: Path) -> None:
     for layout in ("full", "sharded"):
         assert torch.equal(first[f"parts {layout}"], first[f"whole {layout}"])
         assert first[f"dtypes {layout}"] == {"torch.bfloat16"}
+
+
+@pytest.mark.slow
+def test_optimizers_of_packages_train_and_resume_on_shards_or_are_refused(tmp_path: Path) -> None:
+    first, _ = found_by(tmp_path, "packages")
+    for name in job.ON_SHARDS:
+        assert torch.equal(first[f"parts {name}"], first[f"whole {name}"]), name
+        alone = values(train(tmp_path / name, optim=name, per_device_train_batch_size=8, **job.SIMPLE))
+        torch.testing.assert_close(first[f"whole {name}"], alone, rtol=0, atol=1e-5)
+    for name in job.WHOLE_ONLY:
+        assert re.search(rf"optim='{name}'.*sharded.*set parallel='ddp'", first[name])
 
 
 # ---- what is refused

@@ -106,7 +106,8 @@ class StateInGroups(_Base):
             if theirs and len(theirs) != len(parameters):
                 raise ValueError(f"a saved group has a state for {len(theirs)} of {len(parameters)} parameters")
             found = dict(zip(parameters, theirs, strict=False))
-            group["state"] = found or {each: loaded.pop(each) for each in parameters if each in loaded}
+            loaded.update(found)  # the same dicts as in the group: a strategy shards the tensors in `state`
+            group["state"] = {each: loaded[each] for each in parameters if each in loaded}
 
 
 class Quietly(ExactState):
