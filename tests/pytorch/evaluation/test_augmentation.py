@@ -379,6 +379,7 @@ def test_images_must_be_found() -> None:
         Flip(key="c")(two)
 
 
+@pytest.mark.slow
 def test_two_processes_return_what_one_returns(tmp_path: Path) -> None:
     processes.run("augmentation_job.py", 2, str(tmp_path))
     output = make_trainer(tmp_path / "one", compute_metrics=accuracy).predict(

@@ -90,6 +90,7 @@ def test_an_order_that_cannot_be_gone_back_to_is_said(tmp_path: Path, caplog: py
     assert caplog.text.count("without a seed") == 1
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(tmp_path, make_model(), DATA, save_strategy="steps", save_steps=2, save_total_limit=2)
     trainer.train()
