@@ -48,6 +48,7 @@ def main() -> None:
         compute_objective=lambda metrics: metrics["eval_loss"],
         n_trials=4,
         backend="optuna",
+        sampler=optuna.samplers.TPESampler(seed=1),  # the loss before the first step depends on the width
         pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0),
     )
     alone = {"model_init": lambda: Sized(1, 4), **SAVES}
