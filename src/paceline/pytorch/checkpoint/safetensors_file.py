@@ -1,6 +1,6 @@
 """Writes safetensors files: 8 bytes of header length, a JSON header, the values.
 
-The writer of the package safetensors costs four times the CPU time for small tensors, and takes all tensors at once.
+The writer of the package safetensors takes all tensors at once, and 2.4 times the CPU time for 3,000 of 64 numbers.
 """
 
 from __future__ import annotations
