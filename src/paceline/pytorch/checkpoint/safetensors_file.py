@@ -33,6 +33,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_NOT_IN_NUMPY = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 def write_file(
@@ -56,8 +57,8 @@ def write_file(
     header: dict[str, Any] = {"__metadata__": dict(notes)}
     end = 0
     for key in ordered:
-        start, end = end, end + bytes_of(forms[key])
-        shape, dtype = forms[key]
+        shape, dtype = form = forms[key]
+        start, end = end, end + bytes_of(form)
         header[key] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -84,4 +85,9 @@ def aligned(forms: Mapping[str, Form]) -> list[str]:
 
 def octets(tensor: Tensor) -> memoryview:
     """Returns the raw bytes of a tensor, contiguous, on the host."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    # each call costs more than writing a small tensor
+    if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
+        tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype in _NOT_IN_NUMPY:
+        tensor = tensor.view(-1).view(torch.uint8)
+    return tensor.numpy().data
