@@ -5,7 +5,7 @@ clipping. A thread reads RssAnon, the memory that is the process's own and canno
 (Linux) every 2 ms. `added` is the peak of the steps after the first two above the level that is left when the Trainer
 and the gradients are deleted: gradients, the optimizer's state, activations and logits. What the compiler and late
 imports keep is in both levels. Freed blocks above 1 MB go back to the system at once for everyone
-(MALLOC_MMAP_THRESHOLD_). CPU time is that of the same steps.
+(MALLOC_MMAP_THRESHOLD_), smaller ones before that level is read (malloc_trim). CPU time is that of the same steps.
 
 `activation_memory_budget` needs compiled code, so it is compared with the same run compiled without it. The backend is
 torch's partitioner without a code generator. `activation_offload` has no meaning on a CPU and is refused there.
@@ -16,6 +16,7 @@ torch's partitioner without a code generator. `activation_offload` has no meanin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -128,6 +129,7 @@ def measure_contender(name: str, is_quick: bool) -> Measured:
         for parameter in model.parameters():
             parameter.grad = None
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         left = own_bytes()
     return {
         "added_mb": (watch.peak - left) / 1e6,
