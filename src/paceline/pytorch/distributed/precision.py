@@ -232,11 +232,16 @@ def widened(model: nn.Module) -> Iterator[None]:
 
     A loss of an autocast model's outputs is then not computed in 16 bits.
     """
-    handle = model.register_forward_hook(lambda module, args, outputs: widen(outputs))
+    handle = model.register_forward_hook(widen_outputs)
     try:
         yield
     finally:
         handle.remove()
+
+
+def widen_outputs(module: nn.Module, args: Any, outputs: object) -> Any:
+    """Returns the outputs of a forward pass, widened."""
+    return widen(outputs)
 
 
 def widen(value: object) -> Any:

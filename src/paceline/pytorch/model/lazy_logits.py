@@ -29,6 +29,7 @@ from paceline.pytorch.model.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from paceline.pytorch.model.token_sums import TokenSums
+from paceline.pytorch.model.vocabulary_shard import Readers
 
 
 class Family:
@@ -36,6 +37,7 @@ class Family:
 
     Args:
         permits: `(rows, targets, head, loss) -> bool`, called with each loss that could be computed in chunks.
+        readers: if processes share the classes, lets all of them compute what one reads; None: all have to read.
 
     Attributes:
         num_chunked: losses of this output that were computed in chunks.
@@ -44,11 +46,14 @@ class Family:
         read_by: the operation that first needed the logits themselves; None if there was none.
         stored_by: the operation that first computed logits to be stored, which the loss does not need; None if there
             was none.
-        is_gone: the weights are not at hand any more, so that logits that are not computed yet cannot be.
+        is_gone: logits that are not computed yet cannot be any more, since the weights or the other processes are not
+            at hand.
     """
 
-    def __init__(self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool]) -> None:
-        self.permits = permits
+    def __init__(
+        self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool], readers: Readers | None = None
+    ) -> None:
+        self.permits, self.readers = permits, readers
         self.num_chunked = 0
         self.z_weight = 0.0
         self.sums: TokenSums | None = None
@@ -93,6 +98,9 @@ class Recipe:
         Raises:
             RuntimeError: the weights have changed since the layer was called.
         """
+        if self.logits is None and self.parent is None and self.family.readers is not None:
+            self.check_versions()
+            self.family.readers.meet(self.family, reads=True)
         if self.logits is None:
             with torch.set_grad_enabled(self.with_gradients):
                 if self.parent is not None and self.derive is not None:
@@ -106,6 +114,11 @@ class Recipe:
         self.check_versions()
         return self.head.logits(self.rows)
 
+    def gather(self) -> None:
+        """Computes the output of a head whose classes are split over processes. A collective."""
+        with torch.set_grad_enabled(self.with_gradients):
+            self.logits = self.head.logits(self.rows)
+
     def keep(self) -> None:
         """Computes the logits without gradients, for code that reads them after the weights have changed."""
         if self.logits is None:
@@ -117,13 +130,14 @@ class Recipe:
         """Checks that logits computed now equal those of the forward pass.
 
         Raises:
-            RuntimeError: the weights have changed since the layer was called, or FSDP has taken them back.
+            RuntimeError: the weights have changed since the layer was called, or the forward of a model that is shared
+                by processes has ended.
         """
         if self.family.is_gone:
             raise RuntimeError(
-                "The logits of a model that FSDP shards are read after its forward, when it has taken back the weights "
-                "that make them, and were not computed before, since the loss did without them. Set "
-                "linear_cross_entropy=False."
+                "The logits of a model that processes share are read after its forward, when FSDP has taken back the "
+                "weights that make them, or the processes of tensor parallelism are not together, and were not "
+                "computed before, since the loss did without them. Set linear_cross_entropy=False."
             )
         if versions_of(self.rows, self.head) != self.versions:
             raise RuntimeError(
@@ -395,16 +409,25 @@ def squash(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 def detach(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns computed, detached logits for a caller that stores them; the loss still does not need them."""
+    if logits.recipe.family.readers is not None:
+        return NotImplemented
     logits.recipe.family.note_stored("detach")
     with torch.no_grad():
         return logits.recipe.fresh()
+
+
+def hook(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Leaves out the hook by which FSDP gathers weights for a backward pass: it is set on what the forward returns."""
+    if len(args) == 2 and str(getattr(args[1], "__module__", "")).startswith("torch.distributed.fsdp"):
+        return None
+    return NotImplemented
 
 
 def find_best(logits: LazyLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns the class of the largest logit in each row, computed in chunks."""
     named = dict(kwargs)
     dim = args[1] if len(args) > 1 else named.pop("dim", None)
-    if dim not in (-1, logits.dim() - 1) or len(args) > 2 or named:
+    if dim not in (-1, logits.dim() - 1) or len(args) > 2 or named or logits.recipe.family.readers is not None:
         return NotImplemented
     recipe = logits.recipe
     recipe.check_versions()
@@ -439,6 +462,10 @@ def _cross_entropy(
     if weight is not None and weight.requires_grad:
         return NotImplemented
     recipe.check_versions()
+    if recipe.family.readers is not None:
+        recipe.family.readers.meet(recipe.family)
+        if recipe.family.read_by is not None:
+            return NotImplemented
     loss = CrossEntropy(ignore_index, reduction, label_smoothing, weight, recipe.family.z_weight)
     if not recipe.family.permits(recipe.rows, target, recipe.head, loss):
         return NotImplemented
@@ -459,13 +486,14 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([torch.tanh, Tensor.tanh], squash),
     **dict.fromkeys([torch.argmax, Tensor.argmax], find_best),
     Tensor.detach: detach,
+    Tensor.register_hook: hook,
     functional.cross_entropy: cross_entropy,
 }
 # attributes and methods that do not need the logits
 METADATA = {
     getattr(getattr(Tensor, name, None), "__get__", None)
     for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_leaf", "is_sparse",
-                 "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "grad_fn", "itemsize")
+                 "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "grad_fn", "itemsize", "_base")
 } | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.ndimension, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device, torch.numel,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.args.errors import UnsupportedOption
-from paceline.pytorch.model.heads import has_hook, is_harmless, output_embeddings
+from paceline.pytorch.model.heads import casts_of, find_reader, has_hook, output_embeddings
 from paceline.pytorch.model.lazy_logits import Family, LazyLogits
 from paceline.pytorch.model.linear_cross_entropy import (
     CHUNK_BYTES,
@@ -43,16 +43,19 @@ from paceline.pytorch.model.lora_head import (
 )
 from paceline.pytorch.model.reductions import tolerance_of
 from paceline.pytorch.model.sharded_head import (
-    IN_UNIT,
+    are_at_hand,
     find_sharding_obstacle,
     gathers_before_backward,
-    is_gathered,
+    is_linear,
     is_sharded,
+    kept_whole,
     run_to_end,
 )
 from paceline.pytorch.model.vocabulary_shard import (
+    Readers,
     SplitOutput,
     find_split_obstacle,
+    group_of,
     is_split,
     local_part_of,
     local_rows,
@@ -90,6 +93,7 @@ class LinearLoss:
         self._verdict: Verdict = SimpleNamespace(by_chunks=None) if verdict is None else verdict
         self._is_suspended = self._is_unread = False
         self._shards = False  # FSDP shards the model that is called
+        self._readers: Readers | None = None  # of the pass in progress, if its processes read logits together
         self._loss_of: Callable[[Any], Tensor] | None = None  # computes the loss from the outputs of the call
         self._loss: Tensor | None = None  # its result, if it was called in the forward
         self._model: weakref.ref[nn.Module] | None = None
@@ -138,35 +142,41 @@ class LinearLoss:
         self.bind(inner)
         if self._earlier:
             self._review()
-        if self._name is None or self._is_suspended or self.is_right is False or self._is_asked():
+        if self._name is None or self.is_right is False:
             yield
             return
         path = modules_to(inner, self._name)
-        self._shards = shards = is_sharded(inner)
-        obstacle = find_obstacle(model, path, self._name) or self._find_reader(model, path)
-        if obstacle is not None:
-            self._refuse(obstacle)
+        head, self._families = path[-1], []
+        self._shards = is_sharded(inner)
+        group = None if self.is_required else group_of(linear_of(head))
+        self._readers = None if group is None else Readers(group, linear_of(head).weight.device)
+        takes_logits = self._takes_logits(model, path, self._name)
+        if self._readers is not None:
+            takes_logits = bool(self._readers.ask(int(takes_logits)))  # all processes do as one of them has to
+        if takes_logits:
             yield
             return
-        head, self._families = path[-1], []
+        settles = self._shards or self._readers is not None
         with replaced_forward(head, functools.partial(self._forward, head)), ExitStack() as stack:
-            if shards:
-                forward = functools.partial(self._run_sharded, inner, inner.forward)
+            if settles:
+                forward = functools.partial(self._run_to_end, inner, head, inner.forward)
                 stack.enter_context(replaced_forward(inner, forward))
             yield
-        families, self._families = self._families, []
+        families, self._families, self._readers = self._families, [], None
         self._judge(families)
-        if torch.is_grad_enabled() and not self.is_required and not shards:
+        if torch.is_grad_enabled() and not self.is_required and not settles:
             self._earlier += families
 
-    def _find_reader(self, model: nn.Module, path: list[nn.Module]) -> str | None:
-        """Returns what may read logits that could not be computed then; None if nothing does."""
-        if self.is_required and not self._shards:
-            return None
-        obstacle = find_reader(path) or (find_reader([model]) if model is not path[0] else None)
-        if obstacle is None and not self._shards and is_split(path[-1]):
-            obstacle = "its classes are split over processes, which have to read logits together"
-        return obstacle
+    def _takes_logits(self, model: nn.Module, path: list[nn.Module], name: str) -> bool:
+        """Returns True if this process needs the logits of a pass, and says why."""
+        if self._is_suspended or self._is_asked():
+            return True
+        obstacle = find_obstacle(model, path, name)
+        if obstacle is None and (self._shards or not self.is_required):
+            obstacle = find_reader(path) or (find_reader([model]) if model is not path[0] else None)
+        if obstacle is not None:
+            self._refuse(obstacle)
+        return obstacle is not None
 
     def call(self, run: Callable[[], Any], loss_of: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
         """Returns the loss that a function computes from the outputs of a model, and these.
@@ -183,23 +193,30 @@ class LinearLoss:
         loss, self._loss = self._loss, None
         return (loss_of(outputs) if loss is None else loss), outputs
 
-    def _run_sharded(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Runs the forward of a model that FSDP shards."""
-        is_outside = self._loss_of is not None and len(model._forward_hooks) > 1  # a hook changes the outputs first
+    def _run_to_end(self, model: Any, head: Any, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Runs the forward of a model whose processes share its weights, and settles the logits."""
+        units = [module for module in (model, head) if is_sharded(module)]
+        casts = casts_of(model) if self._loss_of is not None else []
 
         def run() -> Any:
             outputs = forward(*args, **named)
-            if self._loss_of is not None and not is_outside:
-                self._loss = gathers_before_backward(model, self._loss_of(outputs))
+            if self._loss_of is not None and casts is not None:
+                cast = outputs
+                for hook in casts:
+                    cast = hook(model, (), cast)
+                self._loss = gathers_before_backward(units, self._loss_of(cast))
             return outputs
 
+        is_outside = casts is None  # a hook changes the outputs before the loss is computed
         earlier, self._families, self._given = self._families, [], []
-        outputs = run_to_end(model, run, self._families, self._given, not self.is_required, is_outside)
+        with kept_whole(head) if is_sharded(head) else nullcontext():
+            computes_kept = not self.is_required
+            outputs = run_to_end(units, run, self._families, self._given, computes_kept, is_outside, self._readers)
         is_late = is_outside or any(not each.num_chunked and each.read_by is None for each in self._families)
         self._families, self._given = earlier + self._families, []
         if is_late and torch.is_grad_enabled():
             self.is_right = False
-            self._refuse("the loss is computed after the forward of the model, when FSDP has taken its weights back")
+            self._refuse("the loss is computed after the forward of a model whose processes share its weights")
         return outputs
 
     @contextmanager
@@ -262,7 +279,7 @@ class LinearLoss:
                 return
             self.is_right = None
         self._model, self._name = weakref.ref(model), None
-        self._families, self._earlier = [], []
+        self._families, self._earlier, self._readers = [], [], None
         try:
             self._name = find_head(model, self.option)
         except LookupError as error:
@@ -271,7 +288,7 @@ class LinearLoss:
     def _forward(self, module: nn.Module, rows: Any, *rest: Any, **named: Any) -> Any:
         """Runs the head: returns lazy logits if possible, else the logits."""
         head = linear_of(module)
-        if self._shards and not is_gathered(layers_of(module)):
+        if (self._shards or is_split(head)) and not are_at_hand(layers_of(module)):
             return type(module).forward(module, rows, *rest, **named)
         inputs = local_rows(rows) if is_split(head) and not rest and not named else rows
         dtype = autocast_of(head.weight)
@@ -288,10 +305,13 @@ class LinearLoss:
 
     def _make(self, rows: Any, head: Head) -> Tensor:
         """Returns the lazy logits of a head."""
-        family = Family(self._permits)
+        readers = None if head.shard is None else self._readers
+        family = Family(self._permits, readers)
         self._families.append(family)
         made = LazyLogits.of(rows, head, family)
-        if torch.is_grad_enabled() or self._shards:
+        if readers is not None:
+            readers.add(made)
+        if torch.is_grad_enabled() or self._shards or self._readers is not None:
             self._given.append(weakref.ref(made))
         return made
 
@@ -393,9 +413,9 @@ def find_obstacle(model: nn.Module, path: list[nn.Module], name: str) -> str | N
     return None
 
 
-def find_layer_obstacle(layer: nn.Module, name: str, shards: bool) -> str | None:
+def find_layer_obstacle(layer: Any, name: str, shards: bool) -> str | None:
     """Returns the reason why the product of a linear layer of the head cannot be computed in chunks; None: it can."""
-    if type(layer) is not nn.Linear or "forward" in vars(layer):
+    if not is_linear(layer) or "forward" in vars(layer):
         return f"the head {name} is no plain nn.Linear ({type(layer).__name__})"
     weight = layer.weight
     if is_split(layer) and not shards:
@@ -407,23 +427,6 @@ def find_layer_obstacle(layer: nn.Module, name: str, shards: bool) -> str | None
     if weight.shape != (layer.out_features, layer.in_features) or weight.device.type not in DEVICES:
         return f"the weight of {name} is not whole on one device"
     return f"a hook on {name} is given its outputs" if has_hook(layer) else None
-
-
-def find_reader(path: list[nn.Module]) -> str | None:
-    """Returns what is given the outputs of the modules above a head, and may read the logits; None if nothing is.
-
-    Args:
-        path: the modules from the model down to the head.
-    """
-    for module in path:
-        if module._backward_hooks:
-            return f"a backward hook is set on {type(module).__name__}"
-        if "forward" in vars(module):
-            return f"the forward of {type(module).__name__} is replaced"
-        for hook in module._forward_hooks.values():
-            if not is_harmless(hook):
-                return f"a hook is given the outputs of {type(module).__name__}"
-    return None
 
 
 def is_wrapper(model: nn.Module) -> bool:
@@ -455,9 +458,7 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
             "the head among its modules"
         )
     name = next((name for name, module in named.items() if module is head), "")
-    if name and is_sharded(head):
-        raise LookupError(f"{name} {IN_UNIT}")
-    if not name or not (type(head) is nn.Linear or is_lora(head) or is_trained_copy(head)):
+    if not name or not (is_linear(head) or is_lora(head) or is_trained_copy(head)):
         raise LookupError(
             f"the head {name or '(of no name)'} is a {type(head).__name__}, and no nn.Linear, plain or with LoRA"
         )

@@ -79,13 +79,27 @@ def is_split(head: nn.Module) -> bool:
     return is_dtensor(getattr(head, "weight", None))
 
 
+def group_of(head: nn.Module) -> Any:
+    """Returns the group of processes over which tensor parallelism has split the weight of a head; None: it has not."""
+    weight: Any = head.weight
+    names = (weight.device_mesh.mesh_dim_names or ()) if is_split(head) else ()
+    if "tp" not in names or weight.placements[names.index("tp")].is_replicate():
+        return None
+    return weight.device_mesh.get_group("tp")
+
+
+def is_by_classes(head: Any) -> bool:
+    """Returns True if the weight of a split head is split evenly over one group, by classes."""
+    weight, mesh = head.weight, head.weight.device_mesh
+    is_even = mesh.ndim == 1 and not weight.shape[0] % mesh.size()
+    return is_even and tuple(weight.placements) == (tensors.Shard(0),) and type(weight.to_local()) is Tensor
+
+
 def find_split_obstacle(head: Any, name: str) -> str | None:
-    """Returns the reason why a head's weight is not split by classes alone; None if it is."""
-    weight = head.weight
-    is_by_classes = weight.device_mesh.ndim == 1 and tuple(weight.placements) == (tensors.Shard(0),)
-    if not is_by_classes or weight.shape[0] % weight.device_mesh.size() or type(weight.to_local()) is not Tensor:
-        return f"the weight of {name} is sharded otherwise than by classes"
-    return None
+    """Returns the reason why tensor parallelism leaves a head neither whole nor split by classes; None: it does not."""
+    if is_by_classes(head) or all(placement.is_replicate() for placement in head.weight.placements):
+        return None
+    return f"the weight of {name} is sharded otherwise than by classes"
 
 
 def local_part_of(head: Any) -> tuple[Tensor, Tensor | None, Shard]:
@@ -132,3 +146,45 @@ class SplitOutput:
     def redistribute(self, *args: Any, **options: Any) -> Any:
         """Returns the output itself in another placement, where the model's plan asks for one."""
         return self._compute().redistribute(*args, **options)
+
+
+class Readers:
+    """Lets all processes of a group compute the logits of split heads that one of them reads.
+
+    One process may read alone. So all tell each other before each loss of an output, at each first read of one, and at
+    the end of the forward, whether they wait for logits. The messages are small, and the host waits for them.
+
+    Args:
+        group: the processes that share the classes.
+        device: of the head.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group = group
+        self._device = torch.device("cpu") if "cpu" in distributed.get_backend_config(group) else device
+        self._outputs: list[Any] = []  # recipes of the outputs of heads, in the order of the calls
+
+    def add(self, logits: Any) -> None:
+        """Adds the output of a head."""
+        self._outputs.append(logits.recipe)
+
+    def ask(self, number: int) -> int:
+        """Returns the largest of the processes' numbers. A collective."""
+        told = torch.tensor(number, device=self._device)
+        distributed.all_reduce(told, distributed.ReduceOp.MAX, self._group)
+        return int(told)
+
+    def meet(self, family: object = None, reads: bool = False) -> None:
+        """Computes the outputs that a process reads, until the output of this family is, or no process waits.
+
+        Args:
+            family: of an output that is used next; None: the forward ends.
+            reads: this process reads that output.
+        """
+        own = next((place for place, each in enumerate(self._outputs, 1) if each.family is family), 0)
+        while place := self.ask(own if reads else 0):
+            output = self._outputs[place - 1]
+            output.family.read_by = output.family.read_by or "code of another process"
+            output.gather()
+            if place == own:
+                return
