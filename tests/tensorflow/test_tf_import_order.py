@@ -38,7 +38,6 @@ ORDERS = {
     "torch, tensorflow": "import torch, tensorflow; train_torch(); train_tf()",
     "tensorflow, torch": "import tensorflow, torch; train_torch(); train_tf()",
     "TFTrainer, Trainer": "train_tf(); train_torch()",
-    "Trainer, TFTrainer": "train_torch(); train_tf()",
 }
 
 

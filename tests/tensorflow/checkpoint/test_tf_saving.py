@@ -295,11 +295,11 @@ class Kills:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_twelve_kills(tmp_path: Path) -> None:
+def test_six_kills(tmp_path: Path) -> None:
     """Killed at random instants, each run ends where the undisturbed one does."""
     kills = Kills(tmp_path / "undisturbed")
     hits, number = 0, 0
-    while hits < 12:
+    while hits < 6:
         folder, choice = tmp_path / str(number), random.Random(number)
         hits += sum(kills.kill_somewhere(folder, choice) for _ in range(4))
         found = kills.finish(folder)
