@@ -352,7 +352,7 @@ def test_the_command(tmp_path, capsys):
     capsys.readouterr()
     assert main(["report", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "run" / REPORT_FILE)
-    assert main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "x" / "page.html")]) == 0
+    assert main(["report", str(tmp_path / "run"), f"--output={tmp_path / 'x' / 'page.html'}"]) == 0
     assert (tmp_path / "x" / "page.html").is_file()
 
 
@@ -363,8 +363,10 @@ def test_the_command(tmp_path, capsys):
         (["{here}/missing"], "is not a folder"),
         (["{here}"], "holds no run"),
         (["--outptu", "x"], "'--outptu'"),
+        (["{here}", "--charts=pie"], "charts='pie' is invalid: expected one of 'svg', 'bokeh'"),
         (["{here}", "--charts", "pie"], "charts='pie' is invalid: expected one of 'svg', 'bokeh'"),
         (["{here}", "--output"], "takes the file"),
+        (["{here}", "--output="], "takes the file"),
     ],
 )
 def test_a_wrong_command_says_what_is_wrong(tmp_path, capsys, words, message):

@@ -285,6 +285,7 @@ def test_the_command_ends_in_one_line(runs: Path) -> None:
         (["{here}", "--port", "x"], "--port x"),
         (["{here}", "--port", "70000"], "0 to 65535"),
         (["{here}", "--prot", "1"], "--prot"),
+        (["{here}", "--charts", "bokeh"], "paceline report RUN --charts bokeh"),
         (["{here}", "--port", "{taken}"], "used by another program"),
     ],
 )
@@ -305,3 +306,7 @@ def test_a_comparison_is_written_as_a_page(runs: Path, tmp_path: Path, capsys: p
     assert text.count("training loss (a)") > 1
     assert main(["compare", str(runs / "a"), str(runs / "group" / "b"), "--page"]) == 2
     assert "--page takes the file" in capsys.readouterr().err
+    assert main(["compare", str(runs / "a"), str(runs / "group" / "b"), f"--page={page}", "--charts", "pie"]) == 2
+    assert "charts='pie' is invalid" in capsys.readouterr().err
+    assert main(["compare", str(runs / "a"), str(runs / "group" / "b"), "--charts", "bokeh"]) == 2
+    assert "with --page FILE" in capsys.readouterr().err

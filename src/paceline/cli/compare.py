@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.args.secrets import mask_text
 from paceline.cli.errors import UsageError
+from paceline.cli.report import take_charts, take_value
 from paceline.cli.tables import draw_table
 from paceline.cli.verify import say
 from paceline.core.record import jsonable
@@ -61,7 +62,7 @@ def run(words: Sequence[str]) -> int:
         UsageError: there are fewer than two folders, one holds no run, a file of a run is damaged, or the page cannot
             be written.
     """
-    folders, page, is_json = read_options(words)
+    folders, page, charts, is_json = read_options(words)
     try:
         runs = [open_run(Path(folder)) for folder in folders]
     except (OSError, BrokenRun) as error:
@@ -69,8 +70,8 @@ def run(words: Sequence[str]) -> int:
     comparisons = [compare(runs[0], other) for other in runs[1:]]
     if page is not None:
         try:
-            write_report([Path(folder) for folder in folders], page)
-        except OSError as error:
+            write_report([Path(folder) for folder in folders], page, charts=charts)
+        except (OSError, ValueError, ImportError) as error:
             raise UsageError(str(error)) from error
     if is_json:
         print(json.dumps({"comparisons": [to_json(each) for each in comparisons]}, indent=2))
@@ -80,29 +81,25 @@ def run(words: Sequence[str]) -> int:
     return 0 if all(each.is_same for each in comparisons) else 1
 
 
-def read_options(words: Sequence[str]) -> tuple[list[str], Path | None, bool]:
-    """Returns the folders, the file of the page to write or None, and True if JSON is wanted.
+def read_options(words: Sequence[str]) -> tuple[list[str], Path | None, str, bool]:
+    """Returns the folders, the file of the page to write or None, the form of its charts, and True if JSON is wanted.
 
     Raises:
         UsageError: a word is unknown or missing.
     """
-    rest, folders, page, is_json = list(words), [], None, False
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if word == "--json":
-            is_json = True
-        elif name == "--page":
-            if not value and not rest:
-                raise UsageError("--page takes the file to write")
-            page = Path(value if equals else rest.pop(0))
-        elif word.startswith("-"):
-            raise UsageError(f"compare takes two or more folders of runs, --page and --json, not {word}")
-        else:
-            folders.append(word)
-    if len(folders) < 2:
-        raise UsageError("compare takes two or more folders of runs, --page FILE and --json")
-    return folders, page, is_json
+    folders = list(words)
+    page = take_value(folders, ("--page",), "the file to write")
+    has_charts = any(word.partition("=")[0] == "--charts" for word in folders)
+    charts = take_charts(folders)
+    is_json = "--json" in folders
+    folders = [word for word in folders if word != "--json"]
+    unknown = [word for word in folders if word.startswith("-")]
+    if unknown or len(folders) < 2:
+        other = f", not {unknown[0]}" if unknown else ""
+        raise UsageError(f"compare takes two or more folders of runs, --page FILE, --charts FORM and --json{other}")
+    if has_charts and page is None:
+        raise UsageError(f"--charts {charts} is the form of the charts of a page: name its file with --page FILE")
+    return folders, None if page is None else Path(page), charts, is_json
 
 
 def compare(first: RunData, other: RunData) -> Comparison:

@@ -20,31 +20,40 @@ def run(words: Sequence[str]) -> int:
     """
     words = list(words)
     output = take_value(words, ("-o", "--output"), "the file to write")
-    charts = take_value(words, ("--charts",), f"the form of the charts: {' or '.join(FORMS)}")
+    charts = take_charts(words)
     unknown = [word for word in words if word.startswith("-")]
     if unknown or not words:
         raise UsageError(f"report takes folders of runs{f', not {unknown[0]!r}' if unknown else ''}")
     try:
-        path = write_report(
-            [Path(word) for word in words], None if output is None else Path(output), charts=charts or "svg"
-        )
+        path = write_report([Path(word) for word in words], None if output is None else Path(output), charts=charts)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     say(str(path))
     return 0
 
 
+def take_charts(words: list[str]) -> str:
+    """Removes `--charts FORM` from the words of a command; returns the form, "svg" without one.
+
+    Raises: UsageError, if the form is missing.
+    """
+    return take_value(words, ("--charts",), f"the form of the charts: {' or '.join(FORMS)}") or "svg"
+
+
 def take_value(words: list[str], names: Sequence[str], meaning: str) -> str | None:
-    """Removes an option and its value from the words of a command; returns the value.
+    """Removes `--name value` or `--name=value` from the words of a command; returns the value, None without one.
 
     Raises: UsageError, if the value is missing.
     """
     found = None
-    for name in names:
-        if name in words:
-            place = words.index(name)
-            if place + 1 >= len(words):
-                raise UsageError(f"{name} takes {meaning}")
-            found = words[place + 1]
-            del words[place : place + 2]
+    for place in reversed(range(len(words))):
+        name, equals, value = words[place].partition("=")
+        if name not in names:
+            continue
+        if not equals:
+            value = words[place + 1] if place + 1 < len(words) else ""
+        if not value:
+            raise UsageError(f"{name} takes {meaning}")
+        found = found or value
+        del words[place : place + (1 if equals else 2)]
     return found

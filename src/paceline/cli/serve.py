@@ -44,7 +44,13 @@ def read_options(words: Sequence[str]) -> tuple[Path, int]:
     Raises:
         UsageError: a word is unknown, missing or no port.
     """
-    given = parse_options(words, Known(("FOLDER",), {"port": False}))
+    given = parse_options(words, Known(("FOLDER",), {"port": False, "charts": False}))
+    charts = given.own.get("charts", "svg")
+    if charts != "svg":
+        raise UsageError(
+            f"--charts {charts}: served pages have charts in SVG, which stay zoomed while a run is going on; "
+            f"paceline report RUN --charts {charts} writes a page with others"
+        )
     if given.arguments:
         raise UsageError(f"serve takes --port, not --{next(iter(given.arguments))}")
     if not given.positional:

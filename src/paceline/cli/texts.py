@@ -206,14 +206,15 @@ command also does it for a run that is going on or was interrupted. Several runs
                  pip install 'paceline[report]'"""
 
 COMPARE = """\
-paceline compare RUN RUN [RUN ...] [--json] [--page FILE]
+paceline compare RUN RUN [RUN ...] [--json] [--page FILE [--charts svg|bokeh]]
 
 Compares each run with the first: arguments, model, plan, code, data, packages, hardware; then every optimizer step in
 the journals, bit for bit. For the first step that differs it names loss, gradient norm, learning rate or samples, and
 the causes that the records allow: argument, data order, data content, code or numerics.
 
-  --json       print the comparisons as JSON
-  --page FILE  also write a page with the curves of the runs in common charts, and what differs
+  --json         print the comparisons as JSON
+  --page FILE    also write a page with the curves of the runs in common charts, and what differs
+  --charts FORM  svg (the default), or bokeh, as in `paceline report`
 
 Exit code 0 if nothing differs but names, places and times; 1 if anything does, or no recorded step is common to the
 runs; 2 for a folder without a run, or a damaged file."""
