@@ -148,6 +148,25 @@ def test_a_bar_draws_now_and_then(page, monkeypatch):
     assert len(drawn) == 26
 
 
+def test_the_time_left_counts_neither_the_first_step_nor_evaluations_as_pace(page, monkeypatch):
+    now = SimpleNamespace(time=0.0)
+    monkeypatch.setattr("time.perf_counter", lambda: now.time)
+    callback, args = NotebookProgressCallback(), arguments("steps")
+    state, control = TrainerState(max_steps=100, num_train_epochs=1, eval_steps=20, epoch=0.0), TrainerControl()
+    handler = CallbackHandler([callback])
+    handler.on_train_begin(args, state, control)
+    for step in range(1, 41):
+        now.time += 100 if step == 1 else 1
+        state.global_step = step
+        handler.fire("on_step_end", args, state, control)
+        if step % 20 == 0:
+            now.time += 10
+            handler.on_evaluate(args, state, control, {"eval_loss": 1.0})
+    assert "[40/100 02:39 < 01:30," in callback.training_tracker.render()  # 60 steps and three evaluations
+    handler.on_train_end(args, state, control)
+    assert "[40/100 02:39 < 00:00," in page.shown[0]  # ended by a callback
+
+
 def test_the_curve_grows_with_each_log(page):
     callback, args = NotebookProgressCallback(), arguments()
     state, control = TrainerState(max_steps=4, num_train_epochs=2), TrainerControl()

@@ -90,7 +90,7 @@ def test_lines_where_there_is_no_terminal(clock, capsys):
     assert [line.split(" RAM")[0] for line in lines] == [
         "train: step 10/100 [00:10<01:30] lr 0.001, 8 samples/s,",
         "train: step 20/100 [00:20<01:20] lr 0.001, 8 samples/s,",
-        "train: step 25/100 [00:25<01:15] loss 2, lr 0.001, 8 samples/s,",
+        "train: step 25/100 [00:25<00:00] loss 2, lr 0.001, 8 samples/s,",  # it ends here: nothing is left
     ]
     assert shown.out == "{'loss': 2.0, 'step': 25}\n"
 
@@ -267,7 +267,7 @@ def test_the_time_left_is_right_from_a_tenth_of_the_run_on(clock, seconds_of_fir
     expected = []
 
     def note():
-        expected.append((state.global_step, clock.time, callback._time.left(args, state, 8)))
+        expected.append((state.global_step, clock.time, callback._time.left(args, state, 8, clock.time)))
 
     for step in range(1, 201):
         clock.time += seconds_of_first if step == 1 else 1.0
@@ -275,7 +275,9 @@ def test_the_time_left_is_right_from_a_tenth_of_the_run_on(clock, seconds_of_fir
         handler.fire("on_step_end", args, state, control)
         note()
         if is_due(step, intervals[0]):
-            clock.time += 11
+            for _ in range(2):
+                clock.time += 5.5
+                note()  # during the evaluation, and when its numbers are logged
             handler.on_evaluate(args, state, control, {})
             note()
         if is_due(step, intervals[1]):
@@ -307,4 +309,6 @@ def test_the_evaluations_left_of_epochs(steps, num_epochs):
     ):
         assert pauses_left("eval", args, state, is_over) == evaluations
         assert pauses_left("save", args, state, is_over) == saves
+    state.global_step, state.epoch = steps, num_epochs - 1 / 3  # the run ends within an epoch
+    assert (pauses_left("eval", args, state, False), pauses_left("eval", args, state, True)) == (1, 0)
     assert pauses_left("eval", SimpleNamespace(eval_strategy="no"), state, False) == 0

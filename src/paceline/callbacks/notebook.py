@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
-from paceline.callbacks.speed import format_seconds, length_of
+from paceline.callbacks.speed import TimeLeft, format_seconds, global_batch_size, length_of
 from paceline.core.events import TrainerCallback, ignores_keywords
 from paceline.core.optional import LateModule, is_installed, require
 from paceline.core.state import TrainerControl, TrainerState
@@ -51,9 +51,15 @@ class NotebookProgressBar:
         self.prefix = self.prefix or ""
         self.value: int | None = None
         self.comment: str | None = None
+        self.seconds_left: float | None = None  # if a better estimate than the mean pace is known
         self.output: Any = None
         self._start_time = self._next_draw = time.perf_counter()
         self._start_value = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if an update draws the bar."""
+        return time.perf_counter() >= self._next_draw
 
     def update(self, value: int, force_update: bool = False, comment: str | None = None) -> None:
         """Sets the bar to `value`; draws it if due or forced."""
@@ -78,7 +84,10 @@ class NotebookProgressBar:
         text += f" {format_seconds(elapsed)}"
         if done > 0 and elapsed > 0:
             if self.total is not None:
-                text += f" < {format_seconds(elapsed / done * max(self.total - value, 0))}"
+                left = self.seconds_left
+                if left is None:
+                    left = elapsed / done * max(self.total - value, 0)
+                text += f" < {format_seconds(left)}"
             text += f", {done / elapsed:.2f} it/s"
         return f"[{text}, {self.comment}]" if self.comment else f"[{text}]"
 
@@ -164,6 +173,8 @@ class NotebookProgressCallback(TrainerCallback):
     def __init__(self) -> None:
         self.training_tracker: NotebookTrainingTracker | None = None
         self.prediction_bar: NotebookProgressBar | None = None
+        self._step_ended = 0.0
+        self._time = TimeLeft(0, 0.0)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,6 +184,8 @@ class NotebookProgressCallback(TrainerCallback):
         columns = [_first_column(args), "Training Loss"]
         if args.eval_strategy != "no":
             columns.append("Validation Loss")
+        self._step_ended = time.perf_counter()
+        self._time = TimeLeft(state.global_step, self._step_ended)
         self.training_tracker = NotebookTrainingTracker(state.max_steps, columns)
         self.training_tracker.update(state.global_step, force_update=True)
 
@@ -180,8 +193,12 @@ class NotebookProgressCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         tracker = self.training_tracker
         if tracker is not None:
+            self._step_ended = time.perf_counter()
             tracker.total = state.max_steps
             tracker.comment = f"Epoch {state.epoch:.2f}/{state.num_train_epochs}"
+            if tracker.is_due:
+                self._time.mark(state.global_step, self._step_ended)
+                self._expect(args, state)
             tracker.update(state.global_step)
 
     def on_prediction_step(
@@ -198,6 +215,8 @@ class NotebookProgressCallback(TrainerCallback):
             total = length_of(eval_dataloader)
             tracker = self.training_tracker
             self.prediction_bar = NotebookProgressBar(total) if tracker is None else tracker.add_child(total)
+        if self.training_tracker is not None and self.prediction_bar.is_due:
+            self._expect(args, state)
         self.prediction_bar.update((self.prediction_bar.value or 0) + 1)
 
     def on_log(
@@ -216,6 +235,8 @@ class NotebookProgressCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._close_prediction_bar()
+        self._time.pause("eval", state.global_step, self._step_ended, time.perf_counter())
+        self._expect(args, state)
         column = _first_column(args)
         losses = [row["loss"] for row in state.log_history if "loss" in row]
         line: dict[str, Any] = {
@@ -234,10 +255,14 @@ class NotebookProgressCallback(TrainerCallback):
     ) -> None:
         self._close_prediction_bar()
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._time.pause("save", state.global_step, self._step_ended, time.perf_counter())
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.training_tracker is not None:
+            self.training_tracker.seconds_left = 0.0  # also of a run that a callback has stopped before its last step
             self.training_tracker.update(state.global_step, force_update=True)
             self.training_tracker = None
 
@@ -247,6 +272,12 @@ class NotebookProgressCallback(TrainerCallback):
         """Ends the display after an error, so that a later cell does not draw in this one."""
         self.on_train_end(args, state, control)
         self.prediction_bar = None
+
+    def _expect(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Estimates the time that is left."""
+        if self.training_tracker is not None:
+            left = self._time.left(args, state, global_batch_size(args, state), time.perf_counter())
+            self.training_tracker.seconds_left = left
 
     def _add_row(self, row: dict[str, Any]) -> None:
         if not is_installed("IPython"):

@@ -202,7 +202,7 @@ class ProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.training_bar is not None:
-            self._show(self.training_bar, args, state)
+            self._show(self.training_bar, args, state, has_ended=True)
         self._close_bars()
         self._optimizer = None
 
@@ -215,7 +215,7 @@ class ProgressCallback(TrainerCallback):
 
     # ---- the display
 
-    def _show(self, bar: Any, args: TrainingArguments, state: TrainerState) -> None:
+    def _show(self, bar: Any, args: TrainingArguments, state: TrainerState, has_ended: bool = False) -> None:
         """Updates the text after the bar, at most every half second, so that its cost is negligible."""
         now = time.perf_counter()
         self._next_refresh = now + REFRESH_SECONDS
@@ -227,7 +227,8 @@ class ProgressCallback(TrainerCallback):
         if state.global_step < state.max_steps:  # after the last step the optimizer has the rate of a step never run
             self._rate = _learning_rate(self._optimizer)
         speed = self._speed.describe()
-        left = self._time.left(args, state, self._speed.samples_per_step)
+        # also of a run that a callback has stopped before its last step
+        left = 0.0 if has_ended else self._time.left(args, state, self._speed.samples_per_step, now)
         if isinstance(bar, LineBar):
             bar.seconds_left = left
         parts = [state.phase, self._loss, self._rate, speed, self._memory]

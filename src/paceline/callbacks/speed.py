@@ -116,8 +116,8 @@ class TimeLeft:
         self._pauses.setdefault(kind, []).append(seconds)
         self._paused_at[kind] = step
 
-    def left(self, args: TrainingArguments, state: TrainerState, samples_per_step: int) -> float | None:
-        """Returns the expected seconds after the last step; None before the pace of two steps is known."""
+    def left(self, args: TrainingArguments, state: TrainerState, samples_per_step: int, now: float) -> float | None:
+        """Returns the expected seconds from now on; None before the pace of two steps is known."""
         if len(self._marks) < 2:
             return None
         last, seconds = self._marks[-1]
@@ -127,10 +127,14 @@ class TimeLeft:
         total = pace * max(state.max_steps - state.global_step, 0)
         for kind in ("eval", "save"):
             number = pauses_left(kind, args, state, self._paused_at.get(kind) == state.global_step)
+            seconds = 0.0
             if kind in self._pauses:
-                total += number * statistics.median(self._pauses[kind])
+                seconds = statistics.median(self._pauses[kind])
             elif kind == "eval":
-                total += number * pace / samples_per_step * (state.num_eval_samples or 0) / 3
+                seconds = pace / samples_per_step * (state.num_eval_samples or 0) / 3
+            total += number * seconds
+            if kind == "eval" and number:  # one that is going on, or has been logged, is partly over
+                total -= min(max(now - self._ended, 0.0), seconds)
         return total
 
 
@@ -143,6 +147,8 @@ def pauses_left(kind: str, args: TrainingArguments, state: TrainerState, is_over
         state: the state, of which the interval is read.
         is_over: True if that of the last step has ended.
     """
+    if is_over and state.global_step >= state.max_steps:
+        return 0  # also if the run ends within an epoch
     strategy = getattr(args, f"{kind}_strategy", "no")
     delay = math.ceil(getattr(args, "eval_delay", 0)) if kind == "eval" else 0
     if strategy == "epoch":
