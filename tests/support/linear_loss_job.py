@@ -1,4 +1,9 @@
-"""A language model trained by one of several processes, whose loss may be computed without logits."""
+"""A language model trained by one of several processes, whose loss may be computed without logits.
+
+    python linear_loss_job.py FOLDER [CASE...]
+
+Each process writes its numbers by case into `FOLDER/RANK.pt`; without names, those of the cases without DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +140,10 @@ def main() -> None:
         "terms": (LanguageModel(), {**plain, "log_token_metrics": True, "z_loss_weight": 0.01}),
         "terms, fsdp": (LanguageModel(), {"parallel": "fsdp", "max_grad_norm": 0.5, "log_token_metrics": True}),
     }
-    found = {name: numbers(train(folder / name, model, Trainer, **options)) for name, (model, options) in cases.items()}
+    names = sys.argv[2:] or [*cases]
+    zero = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "zero_force_ds_cpu_optimizer": False}
+    cases["terms, deepspeed"] = (LanguageModel(), {**cases["terms"][1], "parallel": None, "deepspeed": zero})
+    found = {name: numbers(train(folder / name, cases[name][0], Trainer, **cases[name][1])) for name in names}
     torch.save(found, folder / f"{rank}.pt")
 
 

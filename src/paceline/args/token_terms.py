@@ -33,7 +33,6 @@ def check_token_terms(options: Options) -> None:
             bool(weight and options.loss_by_source),
             "which computes the losses of samples without a z-loss",
         ),
-        "deepspeed": (bool(options.deepspeed), "which runs the passes itself"),
         "use_liger_kernel=True": (options.use_liger_kernel, "whose losses are fused with their logits"),
     }
     for name, (is_set, reason) in excluded.items():

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from paceline import TrainerCallback, TrainingArguments
 from paceline.args.parser import HfArgumentParser
+from paceline.core.optional import is_installed
 from paceline.pytorch.memory_report import Activations
 from paceline.pytorch.model import lazy_logits, linear_loss
 
@@ -216,6 +217,18 @@ def test_two_processes_decide_alike(tmp_path: Path) -> None:
         assert sharded["evaluated"]["perplexity"] == pytest.approx(math.exp(sharded["eval_loss"]), rel=1e-5)
         assert sharded["evaluated"] == ranks[0]["terms, fsdp"]["evaluated"]
         assert found["terms, fsdp"]["rows"][0]["perplexity"] == pytest.approx(found["terms"]["rows"][0]["perplexity"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+def test_token_terms_with_deepspeed(tmp_path: Path) -> None:
+    processes.run("linear_loss_job.py", 2, str(tmp_path), "terms", "terms, deepspeed")
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        plain, zero = found["terms"], found["terms, deepspeed"]
+        assert zero["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert zero["rows"] == [pytest.approx(row, rel=1e-5) for row in plain["rows"]]
+        assert zero["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5)
 
 
 def test_it_is_set_from_the_command_line_and_from_a_file(tmp_path: Path) -> None:
