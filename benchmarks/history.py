@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _LOOP = ("core/loop.py", "core/events.py", "core/state.py", "core/schedules.py")
 _STEP = (*_LOOP, "pytorch/*.py", "pytorch/data", ":!pytorch/data/coll*", "pytorch/model", "pytorch/optim")
 _STEP += (":!pytorch/seq2seq.py", ":!pytorch/replay.py", ":!pytorch/model_card.py")
+_STEP += (":!pytorch/data/generators.py",)  # of workers, and of replayed epochs
 _STEP += ("pytorch/distributed/precision.py", "pytorch/distributed/strategy.py", "pytorch/distributed/window.py")
 _TF_STEP = ("tensorflow", *_LOOP)
 _SAVE = ("checkpoint", "pytorch/checkpoint", "pytorch/rollback.py")

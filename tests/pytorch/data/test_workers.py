@@ -22,6 +22,7 @@ from worker_streams import (
     run_epochs,
 )
 
+from paceline.pytorch.data import generators
 from paceline.pytorch.data.feed import StatefulDataIterator
 from paceline.pytorch.data.generators import capture_generators, generators_at, restore_generators, seed_generators
 
@@ -36,6 +37,18 @@ def test_seeds_depend_on_every_part_of_the_key() -> None:
         seen = [draws(*key) for key in keys]
         assert len({value for values in seen for value in values}) == 3 * len(keys)
         assert draws(0, 0, 1) == seen[1]
+
+
+def test_seeding_looks_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed formats the stack for each kind of device that is not in use; the numbers are the same."""
+    with generators_at(None):
+        monkeypatch.setattr(generators, "has_devices", lambda: True)
+        seed_generators(0, 1, 2)
+        expected = torch.rand(3)
+        monkeypatch.setattr(generators, "has_devices", lambda: False)
+        monkeypatch.setattr(torch, "manual_seed", None)
+        seed_generators(0, 1, 2)
+        assert torch.equal(torch.rand(3), expected)
 
 
 def test_generators_are_put_back() -> None:
