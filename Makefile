@@ -62,7 +62,7 @@ lint: environment
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: lint
-	@$(VENV)/python -m pytest -m "not slow and not xla" $(PARALLEL)
+	@$(VENV)/python -m pytest -m "not slow and not xla" $(PARALLEL) --durations 20
 
 # pytest's status 5: no test of that kind
 test-slow: environment-slow

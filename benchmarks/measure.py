@@ -195,6 +195,6 @@ def write_result(arguments: argparse.Namespace, name: str, content: Mapping[str,
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for row in result.get("targets", []):
         value = "not measured" if row["value"] is None else f"{row['value']:.3g}"
-        print(f"{'met ' if row['met'] else 'OPEN'}  {row['name']}: {value} (limit {row['limit']} {row['unit']})")
+        print(f"{'met ' if row['met'] else 'OPEN'}  {row['name']}: {value} (limit {row['limit']:.4g} {row['unit']})")
     print(f"written to {path}")
     return path

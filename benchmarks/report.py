@@ -503,7 +503,7 @@ def targets(results: dict[str, Result], ages: dict[str, Age]) -> str:
         [
             row["name"],
             "-" if row["value"] is None else f"{row['value']:.3g} {row['unit']}",
-            f"{row['limit']:g} {row['unit']}",
+            f"{row['limit']:.4g} {row['unit']}",
             describe_limit(row["met"], ages[name]),
         ]
         for name, result in results.items()
