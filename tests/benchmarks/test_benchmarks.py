@@ -379,10 +379,10 @@ def test_checkpoint_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # DeepSpeed compiles a part of itself when it is used for the first time
 def test_shared_overhead(tmp_path: Path) -> None:
-    result = run_for_result(tmp_path, "shared_overhead", "--quick")
-    assert list(result["rows"]) == ["ddp", "fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]
+    """Without DeepSpeed, which compiles a part of itself: a minute for the same script."""
+    result = run_for_result(tmp_path, "shared_overhead", "--quick", "--contenders", "ddp", "fsdp")
+    assert list(result["rows"]) == ["ddp", "fsdp"]
     for row, limit in zip(result["rows"].values(), result["targets"], strict=True):
         assert row["loop_cpu_ms"]["median"] > 0
         assert limit["value"] == row["over_loop"]["median"]
