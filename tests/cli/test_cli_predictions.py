@@ -102,8 +102,8 @@ def test_a_calibration_is_stored_beside_the_model_and_applied(config: Path, caps
     np.testing.assert_array_equal(again["predictions"], kept["predictions"])
     np.testing.assert_allclose(again["probabilities"], Calibrator.load(folder)(kept["predictions"]))
     fitted = fit_calibration(*evaluated(config), "vector")
-    for name, values in Calibrator.load(folder).parameters.items():
-        np.testing.assert_allclose(values, fitted.parameters[name], rtol=1e-4)  # batches of another size round otherwise
+    for name, values in Calibrator.load(folder).parameters.items():  # batches of another size round otherwise
+        np.testing.assert_allclose(values, fitted.parameters[name], rtol=1e-4)
     # other weights: the calibration is not theirs
     config.write_text(held_out.replace("calibration: {method: vector}", ""))
     assert main(["train", str(config), "--max_steps", "15", "--save_strategy", "steps", "--save_steps", "15"]) == 0
