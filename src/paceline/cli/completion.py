@@ -50,7 +50,8 @@ def run(words: Sequence[str]) -> int:
         UsageError: no shell is given, or one that is unknown.
     """
     if len(words) != 1 or words[0] not in SHELLS:
-        near = suggest(words[0], SHELLS) if words else ""
+        wrong = next((word for word in words if word not in SHELLS), "")
+        near = suggest(wrong, SHELLS) if wrong else ""
         raise UsageError(f"completion takes a shell, bash or zsh{near}: source <(paceline completion bash)")
     print(make_script(words[0]), end="")
     return 0
