@@ -69,6 +69,28 @@ def test_tensors_of_one_storage_stay_so() -> None:
         saved([base, base.view(torch.int32)], pickle_module=tensor_pickle)
 
 
+def test_nested_values_without_tensors_are_written_by_the_c_pickler() -> None:
+    random_state = (3, tuple(range(2**31, 2**31 + 624)), None)
+    value = {
+        "python": random_state,
+        "options": {"a": "same", "b": "same", "c": None, "d": 2**70},
+        "none": (),
+        "t": [()],
+    }
+    value["mixed"] = ("same", [torch.ones(2), {"same": ("same", torch.zeros(1))}])
+    pickled: list[object] = []
+    pickle_one = tensor_pickle.Pickler._pickled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tensor_pickle.Pickler, "_pickled", lambda self, item: (pickled.append(item), pickle_one(self, item))[1]
+        )
+        found = loaded(value)
+    assert str(found) == str(value)
+    assert not any(isinstance(item, (str, int, float)) and item in (3, "same", None) for item in pickled)
+    assert not any(type(item) in (list, dict) for item in pickled)
+
+
 def test_tensors_with_more_to_them_go_torchs_own_way() -> None:
     with_attribute = torch.ones(2)
     with_attribute.note = "x"  # type: ignore[attr-defined]

@@ -205,11 +205,13 @@ def rng_name(rank: int, world_size: int) -> str:
 
 
 def _showable(value: object) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _showable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_showable(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return str(value)
 
 
 def _dict_of(path: Path) -> dict[str, Any]:
