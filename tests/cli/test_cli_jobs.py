@@ -156,6 +156,16 @@ def test_a_stopped_run_says_where_it_goes_on(tmp_path: Path, stop: Any, code: in
     assert reopen(tmp_path).finished is None
 
 
+def test_a_stop_names_the_options_that_would_start_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    job = reopen(tmp_path, fresh=True)
+    checkpoint(tmp_path, 4)
+    train_job(FakeTrainer(5, KeyboardInterrupt), job, LENGTH, print)  # type: ignore[arg-type]
+    assert "and the same command without --fresh resumes from there" in capsys.readouterr().out
+    again = "the same command without --resume_from_checkpoint"
+    assert reopen(tmp_path, resume=str(tmp_path / "checkpoint-4")).again == again
+    assert reopen(tmp_path, resume=True).again == "the same command"
+
+
 def test_without_a_checkpoint_a_stop_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train_job(FakeTrainer(5, KeyboardInterrupt), reopen(tmp_path), LENGTH, print) == 130  # type: ignore[arg-type]
     assert "no checkpoint has been written" in capsys.readouterr().out

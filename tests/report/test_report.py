@@ -157,6 +157,21 @@ def test_warnings_of_a_script_are_printed_once(tmp_path, with_handler):
     assert "something odd at 2" in (tmp_path / REPORT_FILE).read_text("utf-8")
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train.py"], "trainer.train(resume_from_checkpoint=True)  # resumes from checkpoint-2, in "),
+        (["paceline", "train", "job.yaml", "--fresh"], "paceline train job.yaml  # resumes from checkpoint-2, in "),
+    ],
+)
+def test_a_page_names_what_resumes_the_run(tmp_path, monkeypatch, capsys, words, line):
+    monkeypatch.setattr(sys, "argv", words)
+    run_in(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, disable_tqdm=False)
+    assert f"<pre>{line}" in (tmp_path / "report.html").read_text()
+    command, _, _ = line.removeprefix("trainer.").partition("  #")
+    assert f"; to resume: {command}\n" in capsys.readouterr().out
+
+
 def test_a_run_that_failed_has_a_page(tmp_path):
     class Broken(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -52,6 +52,7 @@ class Job:
         settings: decisions of the first start that later starts reuse.
         finished: the length of the finished run, or None.
         checkpoint: the checkpoint to resume from, or None.
+        again: what to run in order to resume: the same command, without the options that would start over.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     finished: dict[str, Any] | None = None
     checkpoint: Path | None = None
+    again: str = "the same command"
 
     def write(self) -> None:
         """Writes `job.json` atomically, secrets masked."""
@@ -95,6 +97,10 @@ def open_job(
         UsageError: the folder holds another job, or a process trains in it; the message names it.
     """
     job = Job(folder, command, masked(json.loads(json.dumps(dict(identity), default=str))))
+    is_named = resume is not None and str(resume).lower() != "true"
+    left_out = ["--fresh"] * fresh + ["--resume_from_checkpoint"] * is_named
+    if left_out:
+        job.again += f" without {' and '.join(left_out)}"
     holder = holder_in(folder)
     if holder is not None:
         raise UsageError(f"{folder} is in use: {holder}, trains in it; end it first, or give another --output_dir")
@@ -387,7 +393,7 @@ def say_stopped(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
     state = trainer.state
     found, _ = folders.own_checkpoints(job.folder)
     if found:
-        resume = f"{found[-1]} is complete, and the same command resumes from there."
+        resume = f"{found[-1]} is complete, and {job.again} resumes from there."
     else:
         resume = "no checkpoint has been written, and the next start begins from scratch."
     say(f"\nStopped at step {state.global_step:,} of {state.max_steps:,}: {resume}")

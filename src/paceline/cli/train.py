@@ -80,7 +80,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         if not predictions.is_evaluated:
             return 0
         stages = ("do_eval",)
-    resumes = ", where the same command resumes" if "do_train" in stages else ""
+    resumes = f", where {job.again} resumes" if "do_train" in stages else ""
     say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/{resumes}")
     trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)

@@ -4,6 +4,7 @@ people on the standard output.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from paceline.args.plan import Plan
 from paceline.core.optional import LateModule
+from paceline.core.resume_command import resume_command
 
 terminal = LateModule("paceline.core.terminal")
 
@@ -81,9 +83,16 @@ def header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int = 0
     if first_step:
         lines.append(f"resumed    at step {first_step:,} of {plan.max_steps:,}")
     if folder is not None:
-        resume = "" if plan.save_strategy == "no" else "; to resume: train(resume_from_checkpoint=True)"
+        resume = "" if plan.save_strategy == "no" else f"; to resume: {_how_to_resume(plan)}"
         lines.append(f"output     {folder}{resume}")
     return "\n  ".join(lines + notes)
+
+
+def _how_to_resume(plan: Plan) -> str:
+    command = resume_command(sys.argv)
+    if command is None:
+        return "train(resume_from_checkpoint=True)"
+    return command if plan.world_size == 1 else "the same command"  # that of the launcher is not known here
 
 
 def optimizer_line(optimizer: str, rates: Iterable[float], schedule: str) -> str:

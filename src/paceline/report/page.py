@@ -16,6 +16,7 @@ from paceline.args.training import TrainingArguments
 from paceline.checkpoint.lock import is_held
 from paceline.checkpoint.space import in_words
 from paceline.core.record import jsonable
+from paceline.core.resume_command import resume_command
 from paceline.report import notices
 from paceline.report.chart_forms import SVG, ChartForm
 from paceline.report.curves import Chart, make_charts
@@ -261,7 +262,10 @@ def _checkpoints(run: RunData) -> str:
         for each in run.checkpoints
     ]
     last = run.checkpoints[-1].name
-    command = f"trainer.train(resume_from_checkpoint=True)  # resumes from {last}, in {run.folder}"
+    command = resume_command([_as_text(word) for word in _list(run.record.get("command"))[1:]])
+    if command is None:
+        command = "trainer.train(resume_from_checkpoint=True)"
+    command = f"{command}  # resumes from {last}, in {run.folder}"
     return (
         "<h2>Checkpoints</h2>\n"
         + _table(["name", "step", "size", ""], rows)
