@@ -43,6 +43,28 @@ def test_the_job_of_a_module_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (folder / "log.jsonl").is_file()
 
 
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "module"])
+def test_what_has_to_be_replaced_is_named_before_a_model_is_looked_for(
+    tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    path = tmp_path / "job.yaml"
+    assert main(["init", task, str(path)]) == 0
+    assert main(["plan", str(path)]) == 2
+    assert "model: replace MODEL by the folder of a model" in capsys.readouterr().err
+    (tmp_path / "MODEL").mkdir()
+    assert main(["plan", str(path)]) == 2
+    assert "data.train: there is no " in capsys.readouterr().err
+
+
+def test_comments_are_aligned(tmp_path: Path) -> None:
+    for name in ("a.yaml", "a_long_name.yaml"):
+        assert main(["init", "language_model", str(tmp_path / name)]) == 0
+        _, options = (tmp_path / name).read_text().split("arguments:")
+        lines = [line for line in options.splitlines() if "  # " in line.lstrip(" #")]
+        assert len({line.rindex("  # ") for line in lines if not line.startswith("  # ")}) == 1
+
+
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("mine")

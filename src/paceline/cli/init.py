@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.cli.errors import UsageError, suggest
 
+PLACEHOLDER = "MODEL"  # in the place of a model of transformers
 HEADER = """\
 # {title}
 #
@@ -20,8 +21,8 @@ HEADER = """\
 """
 ARGUMENTS = """
 arguments:
-  output_dir: runs/{task}          # checkpoints, log.jsonl, report.html; the same command resumes here
-  num_train_epochs: {epochs}            # or max_steps
+  output_dir: runs/{task}  # checkpoints, log.jsonl, report.html; the same command resumes here
+  num_train_epochs: {epochs}  # or max_steps
   per_device_train_batch_size: {batch}  # samples of one forward pass, on each device
   gradient_accumulation_steps: 1   # forward passes of one optimizer step
   learning_rate: {rate}
@@ -155,8 +156,15 @@ def make_files(task: str, path: Path) -> dict[Path, str]:
     title, sections, options = TASKS[task]
     module = f"{path.stem.replace('-', '_')}_job"
     text = HEADER.format(title=title, name=path.name)
-    text += sections.format(module=module) + ARGUMENTS.format(task=path.stem, **options)
+    text += sections.format(module=module) + align_comments(ARGUMENTS.format(task=path.stem, **options))
     files = {path: text}
     if task == "module":
         files[path.with_name(f"{module}.py")] = MODULE.format(name=path.name)
     return files
+
+
+def align_comments(text: str) -> str:
+    """Returns lines of YAML whose comments begin in the same column."""
+    lines = [re.fullmatch(r"( *[^ #].*?) +(# .*)", line) or line for line in text.split("\n")]
+    width = max(len(line[1]) for line in lines if not isinstance(line, str))
+    return "\n".join(line if isinstance(line, str) else f"{line[1]:<{width}}  {line[2]}" for line in lines)

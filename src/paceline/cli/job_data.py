@@ -77,6 +77,21 @@ def load_data(config: JobConfig, tokenizer: object, seed: int) -> Splits:
     return splits
 
 
+def check_files(config: JobConfig) -> None:
+    """Checks that the files of the section `data` exist, without reading them.
+
+    Raises:
+        UsageError: there is no such file or folder.
+    """
+    section = config.get("data")
+    if section is None or read_reference("data", section) is not None:
+        return
+    names = section if isinstance(section, Mapping) else {"train": section}
+    for name in ("train", "eval", "test"):
+        if names.get(name) is not None:
+            find_paths(config, f"data.{name}", names[name])
+
+
 def sort_splits(source: str, given: object) -> Splits:
     """Builds splits from a factory's result or a saved folder: a dataset, a tuple of two or three, or a dict by name.
 

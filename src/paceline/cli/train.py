@@ -15,7 +15,8 @@ from paceline.cli import job_predictions
 from paceline.cli.config import JobConfig
 from paceline.cli.display import say
 from paceline.cli.errors import UsageError, load_part
-from paceline.cli.job_data import Splits, split_settings
+from paceline.cli.init import PLACEHOLDER
+from paceline.cli.job_data import Splits, check_files, split_settings
 from paceline.cli.job_metrics import MetricError, read_metrics
 from paceline.cli.jobs import (
     Job,
@@ -137,9 +138,15 @@ def load_framework(config: JobConfig) -> Any:
 
 
 def check_references(config: JobConfig) -> None:
-    """Reports wrong names before anything is moved, loaded or computed."""
+    """Reports wrong names before anything is moved, loaded or computed.
+
+    Raises:
+        UsageError: a metric, an object or a file of the configuration does not exist.
+    """
     if config.get("metrics") is not None:
         read_metrics(config.get("metrics"))
+    check_model(config)
+    check_files(config)
     for name, value in config.sections.items():
         if name == "members":
             continue
@@ -150,6 +157,18 @@ def check_references(config: JobConfig) -> None:
                 reference = split_settings(reference)[0]
             if reference is not None:
                 reference.check()
+
+
+def check_model(config: JobConfig) -> None:
+    """Refuses the placeholder of `paceline init`, which would be looked for on the hub.
+
+    Raises:
+        UsageError: the model has not been named.
+    """
+    section = config.get("model")
+    name = section.get("path") if isinstance(section, Mapping) else section
+    if name == PLACEHOLDER and config.find_file(PLACEHOLDER) is None:
+        raise UsageError(f"model: replace {PLACEHOLDER} by the folder of a model, or by its name on the hub")
 
 
 def check_checkpoint(framework: str, checkpoint: Path | None) -> None:
