@@ -13,6 +13,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.args.token_terms import name_of
 from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.distributed.context_link import context_of
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.engine import Engine
@@ -24,15 +25,15 @@ from paceline.pytorch.sync import RunWindow
 
 
 def check_support(option: str, strategy: SingleDevice) -> None:
-    """Checks that one process has all logits of a target.
+    """Checks that the cross-entropies of a pass are computed where they can be observed.
 
     Raises:
-        UnsupportedOption: it has not.
+        UnsupportedOption: they are not.
     """
-    if strategy.runs_windows or strategy.is_lazy or strategy.mesh.num_parts > 1:
+    if strategy.runs_windows or strategy.is_lazy:
         raise UnsupportedOption(
-            f"{option} is not supported with pipelines, context or sequence parallelism and XLA devices, where no "
-            "process has all logits of a sample: use parallel='ddp', 'fsdp' or {'tp': ...}, or leave it out."
+            f"{option} is not supported with pipelines and XLA devices: use parallel='ddp', 'fsdp', or a mesh of tp, "
+            "cp or sp, or leave it out."
         )
 
 
@@ -40,7 +41,7 @@ def evaluation_metrics(strategy: SingleDevice) -> TokenMetrics:
     """Returns what computes the token metrics of an evaluation.
 
     Raises:
-        UnsupportedOption: the logits of a target are not whole on one process.
+        UnsupportedOption: the strategy hides the cross-entropies.
     """
     check_support("log_token_metrics=True", strategy)
     return TokenMetrics("log_token_metrics=True", strategy.unwrap)
@@ -55,7 +56,7 @@ class TokenTerms:
         leaves_out: passes whose sums are not finite do not count.
 
     Raises:
-        UnsupportedOption: the logits of a target are not whole on one process.
+        UnsupportedOption: the strategy hides the cross-entropies.
     """
 
     is_recorded = True
@@ -84,7 +85,8 @@ class TokenTerms:
         def loss_of(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             numbers = {"num_items_in_batch": num_items_in_batch} if takes_count else {}
             self._was_called = True
-            with self._terms.observed(model, self._strategy.unwrap(model)):
+            inner = self._strategy.unwrap(model)
+            with self._terms.observed(model, inner, context_of(inner)):
                 loss: Tensor = compute_loss(model, inputs, **numbers)
             current, sums = engine.current, self._terms.sums.total
             if sums is not None and not (current is not None and current.is_dummy):

@@ -15,14 +15,12 @@ import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -31,6 +29,7 @@ from paceline.core.optional import require
 from paceline.pytorch.distributed.context_link import context_of, set_context
 from paceline.pytorch.distributed.last_stage import Looking
 from paceline.pytorch.distributed.parts_check import IGNORED, Sample, difference, formats_within
+from paceline.pytorch.distributed.sequence_checks import check_model, parameter_names, title_of
 from paceline.pytorch.distributed.sequence_masks import is_plain, mask_of, narrowest_window, with_itself, within
 from paceline.pytorch.distributed.simulated import is_simulated
 from paceline.pytorch.distributed.ulysses import attend_by_heads
@@ -38,7 +37,6 @@ from paceline.pytorch.distributed.ulysses import attend_by_heads
 GATHER = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 NAME = "paceline_context"  # the attention function that models of transformers are given
 INPUTS = ("input_ids", "inputs_embeds")
-KINDS = {"full_attention", "sliding_attention"}  # of layers
 
 
 @dataclass
@@ -58,6 +56,7 @@ class Pass:
         has_window: a layer used sliding-window attention.
         windows: masks of such layers, by window size in tokens.
         mode: the `GatheredAttention` in effect, if any.
+        has_ended: the model has returned, and code that runs now has its whole outputs.
     """
 
     length: int
@@ -72,6 +71,7 @@ class Pass:
     has_window: bool = False
     windows: dict[int, Tensor] = field(default_factory=dict, repr=False)
     mode: Any = field(default=None, repr=False)
+    has_ended: bool = False
 
 
 class ContextParallel:
@@ -95,12 +95,13 @@ class ContextParallel:
         self.axis = "sp" if by_heads else "cp"
         self.said = f"parallel={{{self.axis!r}: {self.size}}}"
         self.model = model
-        self.now = Pass(0, 0, 0, 0)
+        self.now = Pass(0, 0, 0, 0, has_ended=True)
         self.names = parameter_names(model)
         check_model(model, self.names, self.said)
         set_context(model, self)
         self.is_of_transformers = hasattr(model, "set_attn_implementation")
         self.is_whole = False  # the current pass runs whole sequences
+        self.is_comparing = False  # the current pass runs a sample
         self.counts_present = False  # position_ids count attended tokens only
         self._compared: set[bool] = set()  # with and without an attention_mask
         self._usual_attention = ""
@@ -150,7 +151,7 @@ class ContextParallel:
         positions = self._positions(found, None) if positions is None else positions
         self._check(inputs, inputs.get("labels"), positions, (found.shape[0], found.shape[1]))
         sample = Sample.of(inputs, found, self.size)
-        with Looking(self.model, found.device), formats_within(self.model) as formats:
+        with Looking(self.model, found.device), self._comparing(), formats_within(self.model) as formats:
             in_parts = self.model(**sample.inputs)  # first: inputs that cannot be sharded are refused by name
             as_whole = self._run_whole(sample)
             wrong = difference(as_whole, in_parts, sample.present, formats)
@@ -165,6 +166,14 @@ class ContextParallel:
                 "be no mean over shift_labels. Change the model, or leave it out and share the work in another way "
                 "(parallel='fsdp')."
             )
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        self.is_comparing = True
+        try:
+            yield
+        finally:
+            self.is_comparing = False
 
     def _run_whole(self, sample: Sample) -> Any:
         """Returns the outputs of the unmodified model for the sample."""
@@ -354,6 +363,7 @@ class ContextParallel:
         return tree_map(whole, nest)
 
     def _leave(self, module: nn.Module, args: Any, outputs: object) -> None:
+        self.now.has_ended = True
         if self.now.mode is not None:
             self.now.mode.__exit__(None, None, None)
             self.now.mode = None
@@ -375,6 +385,21 @@ class ContextParallel:
         whole = share.detach().clone()
         distributed.all_reduce(whole, group=self.group)
         return whole + self.size * (share - share.detach())
+
+    def whole_sums(self, own: Tensor) -> Tensor:
+        """Returns sums over the targets of all shards, given those of a cross-entropy on this process.
+
+        A collective within a pass on shards. Code that runs after it has the outputs of all shards, and so the sums.
+        The targets of the sample that is compared, and the dummy target of a shard without any, count nothing.
+        """
+        targets = self.now.targets
+        if self.is_comparing:
+            return torch.zeros_like(own)
+        if self.now.has_ended or self.is_whole or targets is None:
+            return own
+        whole = torch.where((targets != IGNORED).any(), own, 0.0)
+        distributed.all_reduce(whole, group=self.group)
+        return whole
 
     # ---- attention
 
@@ -443,11 +468,6 @@ def attend_for_transformers(
     if context is None or context.is_whole:
         return attention(module, query, key, value, attention_mask, **options)
     return context.attend_for_transformers(attention, module, query, key, value, attention_mask, options)
-
-
-def title_of(model: nn.Module) -> str:
-    """Returns the name of a model's class; sharding by FSDP replaces the class."""
-    return next(each.__name__ for each in type(model).__mro__ if not issubclass(each, FSDPModule))
 
 
 def has_place_of_padding(model: nn.Module) -> bool:
@@ -520,44 +540,3 @@ class GatherOutputs(torch.autograd.Function):
     def backward(saved: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         part = gradient.narrow(1, saved.now.offset, saved.now.own)
         return part * saved.context.size, None  # gradients are averaged over the processes of the shards
-
-
-def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters of the model's forward, with "**" for arbitrary keywords."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return tuple("**" if each.kind is each.VAR_KEYWORD else each.name for each in parameters if each.name != "self")
-
-
-def check_model(model: nn.Module, names: tuple[str, ...], said: str) -> None:
-    """Refuses a model whose positions or targets would be wrong on shards.
-
-    Raises:
-        UnsupportedOption: names the missing feature.
-    """
-    said = f"{said}: {title_of(model)}"
-    if "position_ids" not in names:
-        raise UnsupportedOption(f"{said} takes no position_ids, so positions would restart in every shard.")
-    is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM" and "**" in names
-    if "labels" in names and not ("shift_labels" in names or is_causal_loss):
-        raise UnsupportedOption(
-            f"{said} takes labels and no shift_labels: the last token of a part has its target in the next. Let its "
-            "forward take shift_labels (the target of each token, -100 for none), and make its loss of these."
-        )
-    kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ["full_attention"])
-    if kinds - KINDS:
-        others = ", ".join(sorted(kinds - KINDS))
-        raise UnsupportedOption(f"{said} has layers of the kind {others}, which are not supported; leave it out.")
-    # these depend on the last position of a pass, which differs in each shard; no short sample detects it
-    rotations = sorted(rope for rope in rope_types(model) if "dynamic" in rope or rope == "longrope")
-    if rotations:
-        raise UnsupportedOption(
-            f"{said} has rotary positions of the type {rotations[0]!r}, which change with the length of a part; leave "
-            "it out, or set another rope_type in the model's configuration."
-        )
-
-
-def rope_types(model: nn.Module) -> set[str]:
-    """Returns the types of a model's rotary positions, as transformers names them."""
-    found = [getattr(module, "rope_type", None) for module in model.modules()]
-    every = chain.from_iterable(each.values() if isinstance(each, dict) else [each] for each in found)
-    return {each for each in every if isinstance(each, str)}

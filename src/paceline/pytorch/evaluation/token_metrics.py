@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from paceline.pytorch.distributed.context_link import context_of
 from paceline.pytorch.model.loss_terms import LossTerms
 from paceline.pytorch.model.token_sums import NUM_SUMS, metrics_of
 
@@ -36,7 +37,8 @@ class TokenMetrics:
             UnsupportedOption: a cross-entropy has targets that are no class indices, or the model is compiled as a
                 whole.
         """
-        with self._terms.observed(model, self._unwrap(model), must_see=False):
+        inner = self._unwrap(model)
+        with self._terms.observed(model, inner, context_of(inner), must_see=False):
             yield
         sums = self._terms.sums.total
         if sums is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,6 +21,13 @@ from paceline.pytorch.model.heads import output_embeddings
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_cross_entropy import CrossEntropy
 from paceline.pytorch.model.token_sums import TokenSums
+
+
+class Shards(Protocol):
+    """Other processes that hold shards of the same sequences."""
+
+    def whole_sums(self, own: Tensor) -> Tensor:
+        """Returns sums over the targets of all shards, given those of a cross-entropy on this process. A collective."""
 
 
 class LossTerms:
@@ -37,26 +44,31 @@ class LossTerms:
     def __init__(self, option: str, z_weight: float) -> None:
         self.option, self.z_weight = option, z_weight
         self.sums = TokenSums()
+        self._shards: Shards | None = None
         self._num_seen = 0
         self._is_checked = False
 
     @contextmanager
-    def observed(self, model: nn.Module, inner: nn.Module, must_see: bool = True) -> Iterator[None]:
+    def observed(
+        self, model: nn.Module, inner: nn.Module, shards: Shards | None, must_see: bool = True
+    ) -> Iterator[None]:
         """Observes the cross-entropies that are computed while entered.
 
         Args:
             model: the model as it is called.
             inner: the same without the strategy's wrapper.
+            shards: the processes that share its sequences; None: this process has whole ones.
             must_see: it is an error if none is computed.
 
         Raises:
             UnsupportedOption: none was computed, or one of another form than logits with class indices.
         """
         self._check(model, inner)
-        self.sums, self._num_seen = TokenSums(), 0
+        self.sums, self._num_seen, self._shards = TokenSums(), 0, shards
         head = output_embeddings(inner)
         with ExitStack() as stack:
-            if head is None:
+            # the mode of sharded attention is entered before the head, and has to end before this one
+            if head is None or shards is not None:
                 stack.enter_context(CrossEntropyMode(self))
             else:  # a mode costs some microseconds for each operation, so it is entered after the head
                 self._enter_after(head, stack)
@@ -109,21 +121,28 @@ class LossTerms:
                 "size_average or reduce: give it class indices and reduction=, or leave the option out."
             )
         self._num_seen += 1
-        loss = CrossEntropy(ignore_index, reduction, label_smoothing, weight, self.z_weight)
+        loss, sums = CrossEntropy(ignore_index, reduction, label_smoothing, weight, self.z_weight), TokenSums()
         if isinstance(logits, LazyLogits):
             family = logits.recipe.family
-            family.z_weight, family.sums, chunked_before = self.z_weight, self.sums, family.num_chunked
+            family.z_weight, family.sums, chunked_before = self.z_weight, sums, family.num_chunked
             try:
                 found = replace(loss, z_weight=0.0)(logits, target)
             finally:
                 family.z_weight, family.sums = 0.0, None
             if family.num_chunked > chunked_before:
+                self._add(sums)
                 return found
         else:
             found = replace(loss, z_weight=0.0)(logits, target)
         rows = logits.movedim(1, -1).reshape(-1, logits.shape[1]) if logits.dim() > 1 else logits.unsqueeze(0)
-        self.sums.add_logits(rows, target.reshape(-1), ignore_index)
+        sums.add_logits(rows, target.reshape(-1), ignore_index)
+        self._add(sums)
         return loss.with_z_loss(found, rows, target) if self.z_weight else found
+
+    def _add(self, sums: TokenSums) -> None:
+        """Adds the targets of a cross-entropy."""
+        if sums.total is not None:
+            self.sums.add_total(sums.total if self._shards is None else self._shards.whole_sums(sums.total))
 
 
 class CrossEntropyMode(TorchFunctionMode):

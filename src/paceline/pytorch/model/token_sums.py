@@ -45,8 +45,11 @@ class TokenSums:
         """
         dtype = torch.float32 if kept.device.type == "mps" else torch.float64  # MPS has no float64
         columns = [torch.ones_like(losses), correct.to(losses.dtype), entropies, losses, normalizers.square()]
-        found = torch.stack(columns).masked_fill(~kept, 0).sum(1, dtype=dtype)
-        self.total = found if self.total is None else self.total + found
+        self.add_total(torch.stack(columns).masked_fill(~kept, 0).sum(1, dtype=dtype))
+
+    def add_total(self, total: Tensor) -> None:
+        """Adds sums of the form of `total`."""
+        self.total = total if self.total is None else self.total + total
 
     def add_logits(self, logits: Tensor, targets: Tensor, ignore_index: int) -> None:
         """Adds the rows of logits, `(N, num_classes)`, with targets `(N,)`."""
