@@ -34,6 +34,16 @@ def test_bash_completes_commands_options_and_choices(tmp_path: Path, capsys: pyt
     assert completed("train", "jo") == []  # bash completes the names of files
 
 
-def test_a_shell_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bsh"]) == 2
-    assert "did you mean 'bash'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "completion takes one shell, bash or zsh: source <(paceline completion bash)"),
+        (["bash", "zsh"], "completion takes one shell, bash or zsh: source <(paceline completion bash)"),
+        (["bsh"], "completion: there is no shell 'bsh'; did you mean 'bash'?"),
+        (["fish"], "completion: there is no shell 'fish'; known are: bash, zsh"),
+        (["bash", "--json"], "completion has no option '--json'"),
+    ],
+)
+def test_a_shell_is_needed(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", *words]) == 2
+    assert capsys.readouterr().err == f"paceline: {message}\n"

@@ -83,6 +83,8 @@ def test_nothing_is_written_if_one_file_exists(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ([], "init takes a task (module, text_classification"),
+        (["--json", "module"], "init has no option '--json'"),
+        (["module", "--force"], "init has no option '--force'"),
         (["modul"], "there is no task 'modul'; did you mean 'module'"),
         (["module", "job.txt"], "expected a name that ends with .yaml"),
         (["module", "1a.yaml"], "are named after the file"),

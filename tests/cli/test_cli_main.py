@@ -70,6 +70,19 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]):
     assert "paceline train CONFIG.yaml" in capsys.readouterr().out
 
 
+def test_help_on_a_command_is_that_of_the_command(capsys: pytest.CaptureFixture[str]):
+    for words in (["help", "train"], ["help", "train", "warmup"]):
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert main(["train", "--help", *words[2:]]) == 0
+        assert capsys.readouterr().out == shown != HELP
+
+
+def test_an_option_before_the_command_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["--json", "runs", "x"]) == 2
+    assert "options of a command stand after it" in capsys.readouterr().err
+
+
 def test_a_word_after_help_lists_the_options_about_it():
     text = help_on("train", ["--help", "warmup"])
     assert "--warmup_steps (default 0)" in text

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from paceline.args.option_docs import choices_of
-from paceline.cli.errors import UsageError, suggest
+from paceline.cli.errors import UsageError, check_no_option, suggest
 from paceline.cli.init import TASKS
 from paceline.cli.options import argument_fields, option_hints
 from paceline.cli.texts import TEXTS
@@ -50,9 +50,11 @@ def run(words: Sequence[str]) -> int:
         UsageError: no shell is given, or one that is unknown.
     """
     if len(words) != 1 or words[0] not in SHELLS:
-        wrong = next((word for word in words if word not in SHELLS), "")
-        near = suggest(wrong, SHELLS) if wrong else ""
-        raise UsageError(f"completion takes a shell, bash or zsh{near}: source <(paceline completion bash)")
+        wrong = next((word for word in words if word not in SHELLS), None)
+        if wrong is None:
+            raise UsageError("completion takes one shell, bash or zsh: source <(paceline completion bash)")
+        check_no_option("completion", words)
+        raise UsageError(f"completion: there is no shell {wrong!r}{suggest(wrong, SHELLS)}")
     print(make_script(words[0]), end="")
     return 0
 

@@ -89,6 +89,17 @@ def check_keys(where: str, section: Iterable[str], known: Collection[str]) -> No
             raise UsageError(f"{where}: unknown key {key!r}{suggest(str(key), (*known, 'factory'))}")
 
 
+def check_no_option(command: str, words: Iterable[str]) -> None:
+    """Refuses options of a command that has none.
+
+    Raises:
+        UsageError: one of the words is an option.
+    """
+    for word in words:
+        if word.startswith("-"):
+            raise UsageError(f"{command} has no option {word!r}")
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.cli.errors import UsageError, suggest
+from paceline.cli.errors import UsageError, check_no_option, suggest
 
 PLACEHOLDER = "MODEL"  # in the place of a model of transformers
 HEADER = """\
@@ -110,9 +110,10 @@ def run(words: Sequence[str]) -> int:
     """Writes the files and prints the next step. No existing file is overwritten.
 
     Raises:
-        UsageError: an unknown task, a word too many, or a file that exists.
+        UsageError: an unknown task, a word too many, an option, or a file that exists.
     """
-    if not words or len(words) > 2 or words[0].startswith("-"):
+    check_no_option("init", words)
+    if not words or len(words) > 2:
         raise UsageError(f"init takes a task ({', '.join(TASKS)}) and a file: paceline init module job.yaml")
     task = words[0].replace("-", "_")
     if task not in TASKS:

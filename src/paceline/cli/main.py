@@ -93,6 +93,8 @@ def dispatch(words: list[str]) -> int:
     Raises:
         UsageError: there is no such command.
     """
+    if words[:1] == ["help"] and words[1:2] and words[1] in COMMANDS:
+        words = [words[1], "--help", *words[2:]]
     if not words or words[0] in HELP_WORDS:
         show(texts.HELP)
         return 0 if words else 2
@@ -100,6 +102,8 @@ def dispatch(words: list[str]) -> int:
         print(f"paceline {importlib.import_module('paceline').__version__}")
         return 0
     command, *rest = words
+    if command.startswith("-"):
+        raise UsageError(f"there is no option {command!r} before a command; options of a command stand after it")
     if command not in COMMANDS:
         raise UsageError(f"there is no command {command!r}{suggest(command, COMMANDS)}")
     if any(word in HELP_WORDS[:2] for word in (own_words(rest) if command == "launch" else rest)):
