@@ -1,4 +1,4 @@
-"""Checks of a model that is to run on shards of its sequences: the names of its inputs, its layers, and its positions."""
+"""Checks of a model that is to run on shards of its sequences: names of inputs, layers, and positions."""
 
 from __future__ import annotations
 
