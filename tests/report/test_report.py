@@ -233,6 +233,19 @@ def test_texts_of_a_run_cannot_become_markup(tmp_path):
     assert any(series["label"] == f"eval_{hostile}" for chart in data_of(page) for series in chart)
 
 
+def test_a_text_cannot_reverse_the_text_after_it(tmp_path):
+    """Names of other runs follow it in a title, and its value in a caption; right-to-left scripts stay as they are."""
+    (tmp_path / "a").mkdir()
+    name = "\u202e\u05e9\u2067 metric"
+    write_journal(tmp_path / "a", [1.0, 2.0])
+    (tmp_path / "a" / "run.json").write_text(json.dumps({"arguments": {"run_name": name}}))
+    rows = [{"step": step, f"eval_{name}": float(step)} for step in (1, 2)]
+    page = write_report([tmp_path / "a"], rows=rows, state={}).read_text("utf-8")
+    labels = [series["label"] for chart in data_of(page) for series in chart]
+    assert "eval_\ufffd\u05e9\ufffd metric" in labels
+    assert not set("\u202e\u2067") & set(page)
+
+
 def test_a_long_run_makes_a_small_page(tmp_path):
     values = np.random.default_rng(0).normal(size=100_000)
     values[54_321] = 99.0
@@ -466,6 +479,30 @@ def test_hostile_texts_run_nothing_in_a_browser(tmp_path):
     assert "<title>run</title>" not in done.stdout
     assert "<img" not in done.stdout
     assert "CONSOLE" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [500, 1280])
+def test_long_words_do_not_widen_a_page_in_a_browser(tmp_path, width):
+    """Names of runs, metrics, options and errors, on the page of a run and on a comparison."""
+    word = "averylongword" * 40
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_journal(folder, [1.0, 2.0])
+        record = {
+            "arguments": {"run_name": word + name, "seed": word + name},
+            "end": {"state": "failed", "error": word},
+        }
+        (folder / "run.json").write_text(json.dumps(record))
+        (folder / "log.jsonl").write_text(
+            "".join(json.dumps({"step": n, f"eval_{word}": float(n), "eval_x": word}) + "\n" for n in (1, 2))
+        )
+    for folders in ([tmp_path / "a"], [tmp_path / "a", tmp_path / "b"]):
+        path = write_report(folders)
+        script = "<script>document.title = document.documentElement.scrollWidth <= innerWidth</script></body>"
+        path.write_text(path.read_text("utf-8").replace("</body>", script))
+        assert "<title>true</title>" in opened(path.as_uri(), tmp_path, f"--window-size={width},900").stdout
 
 
 HOSTILE = "</script></title><img src=x onerror=\"document.title='run'\"> $$\\\\frac{1}{2}$$ @{y} $name"

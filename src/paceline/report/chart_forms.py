@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib import resources
 from pathlib import Path
 
 from paceline.report import svg
 from paceline.report.curves import Chart
+from paceline.report.markup import escape
 
 _BOKEH_FILES = ("bokeh.min.js", "bokeh-api.min.js")
 

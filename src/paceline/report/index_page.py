@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from paceline.args.secrets import mask_text, masked
+from paceline.report.markup import cell, escape
 from paceline.report.page import Live, duration, frame
 from paceline.report.run_table import RUNNING, RunRow, RunTable, varying
 from paceline.report.svg import number
@@ -63,12 +63,15 @@ def _row(row: RunRow, changed: Mapping[str, Any], key: str | None) -> str:
     kind = "good" if row.state == RUNNING else ""
     kind = "bad" if row.error else kind
     cells = [
-        tick,
-        (link or name) + below,
-        f'<span class="{kind}">{escape(row.state)}</span>',
-        escape(f"{row.step:,}" + (f" of {row.max_steps:,}" if row.max_steps else "")),
-        "" if row.best is None else escape(f"{row.metric or 'metric'} {number(row.best)}"),
-        escape(duration(row.seconds) or ""),
-        escape(text),
+        (tick, ""),
+        ((link or name) + below, max([row.name, *notes], key=len)),
+        (f'<span class="{kind}">{escape(row.state)}</span>', row.state),
     ]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    values = (
+        f"{row.step:,}" + (f" of {row.max_steps:,}" if row.max_steps else ""),
+        "" if row.best is None else f"{row.metric or 'metric'} {number(row.best)}",
+        duration(row.seconds) or "",
+        text,
+    )
+    cells += [(escape(value), value) for value in values]
+    return "<tr>" + "".join(cell("td", content, value) for content, value in cells) + "</tr>"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib import resources
 from typing import Any
 
@@ -22,6 +21,7 @@ from paceline.report.chart_forms import SVG, ChartForm
 from paceline.report.curves import Chart, make_charts
 from paceline.report.differences import find_differences
 from paceline.report.divergence import compare_steps
+from paceline.report.markup import LONG, cell, escape, shown
 from paceline.report.media import read_media
 from paceline.report.run_data import LOG_START, RunData, log_to_keep
 from paceline.report.run_table import FAILED, FINISHED, INTERRUPTED, RUNNING
@@ -161,7 +161,8 @@ def _figure(chart: Chart, name: str, form: ChartForm) -> str:
         f"{escape(series.label)}</li>"
         for series in chart.series
     ]
-    left_out = f" {chart.num_left_out:,} values are not finite and not shown." if chart.num_left_out else ""
+    verb = "value is" if chart.num_left_out == 1 else "values are"
+    left_out = f" {chart.num_left_out:,} {verb} not finite and not shown." if chart.num_left_out else ""
     caption = " · ".join(
         f"{series.label}: {number(series.heights[-1])} at step {series.steps[-1]:,.0f}"
         for series in chart.series
@@ -361,13 +362,19 @@ def _options_of(run: RunData) -> dict[str, Any]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], is_numeric: bool = False) -> str:
     """Returns an HTML table; a long table is cut to its last rows."""
-    kind = ' class="number"' if is_numeric else ""
-    shown = rows[-_MOST_ROWS:]
-    lines = "".join("<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row) + "</tr>" for row in shown)
-    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "".join("<tr>" + "".join(_cell(text, is_numeric) for text in row) + "</tr>" for row in rows[-_MOST_ROWS:])
+    names = "".join(cell("th", escape(name), name, ' scope="col"') for name in head)
     cut = f'<p class="dim">The last {_MOST_ROWS:,} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
     table = f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
     return f'{cut}<div class="scroll" tabindex="0">{table}</div>'
+
+
+def _cell(text: str, is_numeric: bool) -> str:
+    return (
+        f'<td class="number">{escape(text)}</td>'
+        if is_numeric and len(text) <= LONG
+        else cell("td", escape(text), text)
+    )
 
 
 def _points(charts: Sequence[Chart]) -> list[list[dict[str, Any]]]:
@@ -375,7 +382,7 @@ def _points(charts: Sequence[Chart]) -> list[list[dict[str, Any]]]:
     return [
         [
             {
-                "label": series.label,
+                "label": shown(series.label),
                 "style": series.style,
                 "x": [int(step) for step in series.steps.tolist()],
                 "y": _rounded(series.values),

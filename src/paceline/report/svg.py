@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from paceline.report.curves import Chart, Series
+from paceline.report.markup import escape
 
 WIDTH, HEIGHT = 640, 260  # size of the view box
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 30  # margins
