@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from paceline import Trainer, TrainingArguments
 from paceline.pytorch import flops
@@ -85,6 +86,30 @@ def in_place(logits: Tensor) -> Tensor:
     return logits
 
 
+def on_a_copy(logits: Tensor) -> Tensor:
+    copy = logits * 2.0
+    logits[..., 3] = -5.0
+    return copy
+
+
+class Halved(torch.autograd.Function):
+    """Halves the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:  # type: ignore[override]
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+        return slope / 2
+
+
+def partly_reentrant(logits: Tensor) -> Tensor:
+    before = logits * 2.0
+    after: Tensor = checkpoint(lambda x: x * 3.0, logits, use_reentrant=True).clone()
+    return after + before.sin()
+
+
 def with_metric(logits: Tensor) -> Tensor:
     with torch.no_grad():
         logits.softmax(-1).max()  # read before the loss, without gradients
@@ -110,6 +135,13 @@ BY_CHUNKS: dict[str, dict[str, Any]] = {
 BY_LOGITS: dict[str, tuple[dict[str, Any], str]] = {
     "z-loss": ({"loss": z_loss}, "logsumexp"),
     "written to": ({"after": in_place}, "__setitem__"),
+    "a copy before a write": ({"after": on_a_copy}, "__setitem__"),
+    "a checkpoint": ({"after": lambda x: checkpoint(torch.sigmoid, x, use_reentrant=False)}, "sigmoid"),
+    "a reentrant checkpoint": ({"after": partly_reentrant}, "clone"),
+    "a loss in a checkpoint": (
+        {"loss": lambda x, y: checkpoint(functional.cross_entropy, x, y, use_reentrant=False)},
+        "cross_entropy",
+    ),
     "a metric": ({"after": with_metric}, "softmax"),
     "log-softmax": ({"loss": lambda x, y: functional.nll_loss(functional.log_softmax(x, -1), y)}, "log_softmax"),
     "a trained scale": ({"after": lambda logits: logits * torch.nn.Parameter(torch.tensor(2.0))}, "mul"),
@@ -241,6 +273,33 @@ def test_gradients_by_the_logits_reach_the_model(monkeypatch: pytest.MonkeyPatch
     lazy, found = gradients(model, LinearLoss("auto"), batch)
     torch.testing.assert_close(lazy["loss"], outputs["loss"])
     assert (found - plain).norm() <= 1e-6 * plain.norm()
+
+
+def test_a_head_in_a_checkpoint_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "is_small", lambda head, rows: False)
+
+    class Checkpointed(LanguageModel):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = checkpoint(super().forward, input_ids, labels, use_reentrant=False)
+            return found
+
+    model, batch = Checkpointed(), make_batch()
+    _, plain = gradients(model, None, batch)
+    _, found = gradients(model, LinearLoss("auto"), batch)
+    assert torch.equal(found, plain)
+
+
+def test_gradients_that_would_miss_a_change_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "is_small", lambda head, rows: False)
+    batch = make_batch()
+    model = LanguageModel(after=lambda logits: Halved.apply(in_place(logits)))  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match=r"were written to, .* Set linear_cross_entropy=False"):
+        gradients(model, LinearLoss("auto"), batch)
+    model, part = LanguageModel(), LinearLoss(True)
+    with part.applied(model):
+        logits = model(**batch)["logits"]
+        with pytest.raises(RuntimeError, match="register_hook is called on logits after their loss"):
+            logits.register_hook(torch.zeros_like)
 
 
 def test_what_was_made_without_gradients_has_none() -> None:

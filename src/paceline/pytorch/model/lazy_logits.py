@@ -9,8 +9,9 @@ output use the computed logits, so that views alias and in-place writes are visi
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
+from paceline.pytorch.model.lazy_scopes import as_outside_of_dispatch, is_checkpointed, without_saved_tensor_hooks
 from paceline.pytorch.model.linear_cross_entropy import (
     Cast,
     CrossEntropy,
@@ -60,10 +62,53 @@ class Family:
         self.read_by: str | None = None
         self.stored_by: str | None = None
         self.is_gone = False
+        self._derived: list[weakref.ref[LazyLogits]] = []
+
+    def add(self, made: LazyLogits) -> None:
+        """Adds logits that are derived from others of the family."""
+        self._derived.append(weakref.ref(made))
+
+    def read(self, recipe: Recipe, name: str) -> Tensor:
+        """Returns the logits of a recipe for the operation of this name, which may write to them.
+
+        Copies that were made before are computed too, since they do not have what is written.
+
+        Raises:
+            RuntimeError: the operation needs the gradient of logits that the loss did without.
+        """
+        if self.num_chunked and name in ("register_hook", "retain_grad"):
+            raise RuntimeError(
+                f"{name} is called on logits after their loss, which was computed without them, so that they have no "
+                "gradient. Call it before the loss, or set linear_cross_entropy=False."
+            )
+        is_first, self.read_by = self.read_by is None, self.read_by or name
+        found = recipe.compute()
+        for reference in self._derived if is_first else ():
+            made = reference()
+            if made is not None:
+                made.recipe.compute()
+        return found
 
     def note_stored(self, name: str) -> None:
         """Notes that the operation of this name computed logits to be stored."""
         self.stored_by = self.stored_by or name
+
+
+class Computed:
+    """The computed logits of one tensor; shared by its recipe and its node of the graph."""
+
+    def __init__(self) -> None:
+        self.logits: Tensor | None = None
+        self._version = 0
+
+    def set(self, logits: Tensor) -> None:
+        """Sets the logits, which no code has seen yet."""
+        self.logits, self._version = logits, logits._version
+
+    @property
+    def is_changed(self) -> bool:
+        """Returns True if code has written to the logits, or set a hook on their gradient."""
+        return self.logits is not None and (self.logits._version != self._version or bool(self.logits._backward_hooks))
 
 
 @dataclass(eq=False)
@@ -78,7 +123,7 @@ class Recipe:
         derive: computes the tensor from the parent's logits.
         versions: versions of the rows and the weights when the layer was called.
         with_gradients: gradients were enabled when the operation was called.
-        logits: the result, once it is computed.
+        computed: holds the result.
         node: the node of the graph; None: it has no gradient.
     """
 
@@ -89,8 +134,13 @@ class Recipe:
     derive: Callable[[Tensor], Tensor] | None
     versions: tuple[int, ...]
     with_gradients: bool
-    logits: Tensor | None = None
+    computed: Computed = field(default_factory=Computed)
     node: Any = None
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Returns the result, once it is computed."""
+        return self.computed.logits
 
     def compute(self) -> Tensor:
         """Returns the logits as a node of the graph, computed once.
@@ -104,10 +154,10 @@ class Recipe:
         if self.logits is None:
             with torch.set_grad_enabled(self.with_gradients):
                 if self.parent is not None and self.derive is not None:
-                    self.logits = self.derive(self.parent.recipe.compute())
+                    self.computed.set(self.derive(self.parent.recipe.compute()))
                 else:
-                    self.logits = self.fresh()
-        return self.logits
+                    self.computed.set(self.fresh())
+        return self.logits  # type: ignore[return-value]
 
     def fresh(self) -> Tensor:
         """Returns the logits, recomputed from the inputs of the linear layer."""
@@ -117,13 +167,13 @@ class Recipe:
     def gather(self) -> None:
         """Computes the output of a head whose classes are split over processes. A collective."""
         with torch.set_grad_enabled(self.with_gradients):
-            self.logits = self.head.logits(self.rows)
+            self.computed.set(self.head.logits(self.rows))
 
     def keep(self) -> None:
         """Computes the logits without gradients, for code that reads them after the weights have changed."""
         if self.logits is None:
             with torch.no_grad():
-                self.logits = self.fresh()
+                self.computed.set(self.fresh())
         self.family.read_by = self.family.read_by or "code that keeps them"
 
     def check_versions(self) -> None:
@@ -180,7 +230,9 @@ class LazyLogits(Tensor):
         head = self.recipe.head
         if step is not None:
             head = replace(head, steps=(*head.steps, step))
-        return attach(rows, head, self.recipe.family, dtype or self.dtype, self, derive)
+        found: Any = attach(rows, head, self.recipe.family, dtype or self.dtype, self, derive)
+        self.recipe.family.add(found)
+        return found  # type: ignore[no-any-return]
 
     @property
     def is_elsewhere(self) -> bool:
@@ -196,7 +248,7 @@ class LazyLogits(Tensor):
             if func in METADATA or any(isinstance(each, LazyLogits) and each.is_elsewhere for each in args):
                 return func(*args, **kwargs)
             first = args[0] if args else kwargs.get("input")
-            handler = HANDLERS.get(func)
+            handler = None if is_checkpointed() else HANDLERS.get(func)
             if handler is not None and isinstance(first, LazyLogits) and first.recipe.family.read_by is None:
                 found = handler(first, func, args, kwargs)
                 if found is not NotImplemented:
@@ -213,6 +265,8 @@ class LazyLogits(Tensor):
 
         It computes on detached logits: the gradient flows through the node of the layer's output.
         """
+        with as_outside_of_dispatch():  # the logits are kept for readers that need their gradients
+            tree_map(lambda each: read(each, func), (args, dict(kwargs or {})))
         values = tree_map(lambda each: read(each, func).detach() if isinstance(each, LazyLogits) else each, args)
         return func(*values, **tree_map(lambda each: read(each, func), dict(kwargs or {})))
 
@@ -220,9 +274,8 @@ class LazyLogits(Tensor):
 def read(value: Any, func: object) -> Any:
     """Returns a value in which lazy logits are replaced by computed ones."""
     if isinstance(value, LazyLogits):
-        family = value.recipe.family
-        family.read_by = family.read_by or getattr(func, "__name__", str(func))
-        return value.recipe.compute()
+        with without_saved_tensor_hooks():  # a checkpoint compares what is saved with that of the second pass
+            return value.recipe.family.read(value.recipe, getattr(func, "__name__", str(func)))
     if isinstance(value, list | tuple) and any(isinstance(each, LazyLogits) for each in value):
         return type(value)([read(each, func) for each in value])
     return value
@@ -263,6 +316,7 @@ class _Attach(torch.autograd.Function):
         ctx.save_for_backward(rows, *tensors)
         empty = [None if each is None else torch.empty(0) for each in tensors]
         ctx.head = recipe.head.with_tensors(empty)  # does not hold the parameters
+        ctx.computed = recipe.computed
         made: Any = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=rows.device)  # type: ignore[attr-defined]
         made.recipe = recipe
         return made  # type: ignore[no-any-return]
@@ -273,6 +327,11 @@ class _Attach(torch.autograd.Function):
         saved = ctx.saved_tensors
         if slope is None:
             return (None,) * (3 + len(saved))
+        if ctx.computed.is_changed:  # a change that this node of the graph does not have
+            raise RuntimeError(
+                "The logits were written to, or a hook was set on their gradient, and then they were given to a "
+                "torch.autograd.Function. Set linear_cross_entropy=False."
+            )
         with torch.enable_grad():
             rows, *tensors = [None if each is None else each.detach().requires_grad_() for each in saved]
             logits = ctx.head.with_tensors(tensors).logits(rows)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.args.errors import UnsupportedOption
 from paceline.pytorch.model.heads import casts_of, find_reader, has_hook, output_embeddings
 from paceline.pytorch.model.lazy_logits import Family, LazyLogits
+from paceline.pytorch.model.lazy_scopes import is_checkpointed
 from paceline.pytorch.model.linear_cross_entropy import (
     CHUNK_BYTES,
     CHUNK_BYTES_ON_DEVICE,
@@ -292,7 +293,7 @@ class LinearLoss:
             return type(module).forward(module, rows, *rest, **named)
         inputs = local_rows(rows) if is_split(head) and not rest and not named else rows
         dtype = autocast_of(head.weight)
-        is_possible = inputs is not None and is_lazy(head, inputs) and not rest and not named
+        is_possible = inputs is not None and is_lazy(head, inputs) and not rest and not named and not is_checkpointed()
         is_possible = is_possible and (dtype is not None or rows.dtype == head.weight.dtype)
         if not is_possible or (self.option == "auto" and is_small(head, rows)):
             return type(module).forward(module, rows, *rest, **named)
