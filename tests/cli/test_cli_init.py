@@ -57,6 +57,31 @@ def test_what_has_to_be_replaced_is_named_before_a_model_is_looked_for(
     assert "data.train: there is no " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("task", "installed", "extras"),
+    [
+        ("module", ("torch", "sklearn"), None),
+        ("module", ("torch", "torchmetrics"), None),
+        ("module", ("torch",), "metrics"),
+        ("module", (), "torch,metrics"),
+        ("text_classification", ("torch", "transformers"), "datasets,metrics"),
+        ("language_model", ("torch",), "transformers,datasets"),
+    ],
+)
+def test_packages_that_are_missing_are_named(
+    tmp_path: Path,
+    task: str,
+    installed: tuple[str, ...],
+    extras: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("paceline.cli.init.is_installed", lambda name: name in installed)
+    assert main(["init", task, str(tmp_path / "job.yaml")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("first: ")]
+    assert lines == ([] if extras is None else [f'first: pip install "paceline[{extras}]"'])
+
+
 def test_comments_are_aligned(tmp_path: Path) -> None:
     for name in ("a.yaml", "a_long_name.yaml"):
         assert main(["init", "language_model", str(tmp_path / name)]) == 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cli.errors import UsageError, check_no_option, suggest
+from paceline.core.optional import is_installed
 
 PLACEHOLDER = "MODEL"  # in the place of a model of transformers
 HEADER = """\
@@ -105,6 +106,14 @@ data: {{train: corpus.txt, eval_fraction: 0.05, block_size: 256}}   # text, JSON
     ),
 }
 
+# extra -> the packages of which it needs one
+PACKAGES = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "datasets": ("datasets",),
+    "metrics": ("sklearn", "torchmetrics"),
+}
+
 
 def run(words: Sequence[str]) -> int:
     """Writes the files and prints the next step. No existing file is overwritten.
@@ -135,9 +144,20 @@ def run(words: Sequence[str]) -> int:
         except OSError as error:
             raise UsageError(f"{place} cannot be written: {error.strerror or error}") from error
         print(f"wrote {place}")
+    missing = missing_extras(task)
+    if missing:
+        print(f'first: pip install "paceline[{",".join(missing)}]"')
     wanted = "" if task == "module" else " replace MODEL and the files of data, then"
     print(f"next:{wanted} paceline train {path}")
     return 0
+
+
+def missing_extras(task: str) -> list[str]:
+    """Returns the extras that the configuration of a task needs and that are not installed."""
+    sections = TASKS[task][1]
+    needed = ["torch"] if task == "module" else ["torch", "transformers", "datasets"]
+    needed += ["metrics"] if "metrics:" in sections else []
+    return [extra for extra in needed if not any(map(is_installed, PACKAGES[extra]))]
 
 
 def check_name(task: str, path: Path) -> None:
