@@ -302,6 +302,27 @@ def test_gradients_that_would_miss_a_change_are_refused(monkeypatch: pytest.Monk
             logits.register_hook(torch.zeros_like)
 
 
+class WithPenalty(LanguageModel):
+    """Adds the squared norm of a gradient to its loss."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        (slope,) = torch.autograd.grad(found["loss"], self.body.weight, create_graph=True)
+        return {**found, "loss": found["loss"] + slope.square().sum()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["as it is", "soft-capped", "class weights", "no reduction", "a function"])
+def test_second_derivatives_are_those_of_the_model(name: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "is_small", lambda head, rows: False)
+    options = {"after": Halved.apply} if name == "a function" else BY_CHUNKS[name]
+    model, batch = WithPenalty(**options, tied=tied), make_batch()
+    outputs, plain = gradients(model, None, batch)
+    lazy, found = gradients(model, LinearLoss("auto"), batch)
+    torch.testing.assert_close(lazy["loss"], outputs["loss"], rtol=1e-6, atol=1e-6)
+    assert (found - plain).norm() <= 1e-6 * plain.norm()
+
+
 def test_what_was_made_without_gradients_has_none() -> None:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():

@@ -322,7 +322,6 @@ class _Attach(torch.autograd.Function):
         return made  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor | None) -> Any:
         saved = ctx.saved_tensors
         if slope is None:
@@ -332,10 +331,14 @@ class _Attach(torch.autograd.Function):
                 "The logits were written to, or a hook was set on their gradient, and then they were given to a "
                 "torch.autograd.Function. Set linear_cross_entropy=False."
             )
+        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+        if torch.is_grad_enabled():  # create_graph=True
+            rows, *tensors = saved
+            found = ctx.head.with_tensors(tensors).gradients(rows, lambda x, head: head.logits(x), slope, needs)
+            return found[0], None, None, None, *found[1:]
         with torch.enable_grad():
             rows, *tensors = [None if each is None else each.detach().requires_grad_() for each in saved]
             logits = ctx.head.with_tensors(tensors).logits(rows)
-        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
         leaves = [each for each, need in zip((rows, *tensors), needs, strict=True) if each is not None and need]
         gradients = iter(torch.autograd.grad(logits, leaves, slope.to(logits.dtype)))
         found = [

@@ -6,7 +6,7 @@ as without chunks, and stores one gradient of the shape of the weights between t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -132,6 +132,26 @@ class Head:
         for step in self.steps:
             found = step(found)
         return found
+
+    def gradients(
+        self, rows: Tensor, function: Callable[[Tensor, Head], Tensor], slope: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Returns the gradients of a function of the rows and this head, as nodes of the graph.
+
+        Args:
+            rows: the inputs of the layer.
+            function: `(rows, head) -> result`.
+            slope: gradient of the result.
+            needs: flags of the rows and of each tensor: a gradient is needed.
+        """
+        # aliases: the rows may depend on the same weight, as with tied embeddings
+        alias, *tensors = [None if each is None else each.view_as(each) for each in (rows, *self.tensors)]
+        assert alias is not None
+        result = function(alias, self.with_tensors(tensors))
+        flagged = list(zip((alias, *tensors), needs, strict=True))
+        wanted = [each for each, need in flagged if each is not None and need]
+        found = iter(torch.autograd.grad(result, wanted, slope.to(result.dtype), create_graph=True))
+        return [next(found) if each is not None and need else None for each, need in flagged]
 
     def _outputs(self, rows: Tensor) -> Tensor:
         weights = [self.weight, *(adapter.weight for adapter in self.adapters)]
@@ -325,6 +345,38 @@ class _Job:
                 self._add(gradients, places, parts, turned, slopes.to(dtype))
         return losses, gradients
 
+    def differentiable_gradients(
+        self, saved: Sequence[Tensor | None], slope: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Returns the gradients as nodes of the graph, for a second derivative; the logits are computed whole.
+
+        Args:
+            saved: the rows, the targets and the tensors of the head.
+            slope: gradient of the loss.
+            needs: flags of the rows and of each tensor: a gradient is needed.
+
+        Raises:
+            RuntimeError: the classes are split over processes.
+        """
+        if self.shard is not None:
+            raise RuntimeError(
+                "A second derivative of a loss without logits is not supported with tensor parallelism: set "
+                "linear_cross_entropy=False."
+            )
+        rows, targets, weight, bias, *rest = saved
+        assert weight is not None
+        adapters = tuple(
+            Adapter(each, scaling) for each, scaling in zip(rest, self.scalings[1:], strict=True) if each is not None
+        )
+        head = Head(weight, bias, self.autocast, self.steps, adapters)
+
+        def loss_of(rows: Tensor, head: Head) -> Tensor:
+            with torch.autocast(rows.device.type, enabled=False):
+                logits = head.logits(rows)
+                return self.loss(logits.float() if logits.dtype in HALF else logits, targets)  # type: ignore[arg-type]
+
+        return head.gradients(rows, loss_of, slope, needs)  # type: ignore[arg-type]
+
     def _outputs(self, parts: Sequence[Tensor], turned: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         """Returns the outputs of the head for the rows of a chunk, in the dtype of the layer."""
         logits = torch.mm(parts[0], turned[0]) if bias is None else torch.addmm(bias, parts[0], turned[0])
@@ -509,8 +561,11 @@ class _Chunked(torch.autograd.Function):
         return total if ctx.divisor is None else total / ctx.divisor
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]
+            of_rows, *rest = ctx.job.differentiable_gradients(ctx.saved_tensors, slope, needs)
+            return of_rows, None, None, *rest
         gradients, ctx.gradients = ctx.gradients, None
         is_reduced = ctx.job.loss.reduction != "none"
         if gradients is None:  # no reduction, or a second backward pass through a retained graph
