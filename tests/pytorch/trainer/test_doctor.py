@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from paceline import Trainer
 from paceline.cli.main import main
+from paceline.pytorch.doctor.findings import Diagnosis, Finding
 
 Planted = tuple[nn.Module, list[dict[str, Any]], dict[str, Any]]
 BUGS: dict[str, Callable[[], Planted]] = {}
@@ -375,3 +376,9 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert '"has_errors": true' in capsys.readouterr().out
     assert main(["plan", "sound.yaml", "--fresh"]) == 2
     assert [name for name in sorted(p.name for p in tmp_path.iterdir()) if name != "__pycache__"] == before
+
+
+def test_the_last_line_counts_findings() -> None:
+    one = Finding("note", "seen", check="targets")
+    for findings, line in (((), "2 checks, 0 findings"), ((one,), "2 checks, 1 finding")):
+        assert str(Diagnosis(findings, ("targets", "rows"))).splitlines()[-1] == line

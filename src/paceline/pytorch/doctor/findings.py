@@ -58,7 +58,8 @@ class Diagnosis:
                 if finding.severity == severity:
                     lines.append(f"{severity:<8} {finding.check}: {finding.seen}")
                     lines += [f"         {finding.remedy}"] if finding.remedy else []
-        return "\n".join([*lines, f"{len(self.checks)} checks, {len(self.findings)} findings"])
+        findings = "1 finding" if len(self.findings) == 1 else f"{len(self.findings)} findings"
+        return "\n".join([*lines, f"{len(self.checks)} checks, {findings}"])
 
 
 @dataclass(eq=False)

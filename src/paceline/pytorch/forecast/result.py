@@ -157,7 +157,8 @@ class Forecast:
         if found.samples is None or found.batches is None:
             return f"{number}, over data of unknown length"
         share = "" if found.number is None or not self.samples else f", {found.number * found.samples:,} samples in all"
-        return f"{number}, {found.samples:,} samples in {found.batches:,} forward passes{share}"
+        passes = "pass" if found.batches == 1 else "passes"
+        return f"{number}, {found.samples:,} samples in {found.batches:,} forward {passes}{share}"
 
 
 def count_saves(plan: Plan) -> int | None:
