@@ -48,6 +48,7 @@ def test_who_waits_says_once_whom_for_and_the_late_one_shows_its_threads(
     caplog.set_level(logging.WARNING)
     assert [each.patience for each in pair] == pytest.approx([PATIENCE, PATIENCE])  # a part of `ddp_timeout`
     pair[0].enter("reading data")
+    wait_for(lambda: "reading data" in pair[1].report())  # else it may still be said to be starting
     with pair[1].waiting("waiting for the others before an update"):
         wait_for(lambda: "Process 1 is waiting" in caplog.text and "Process 0 has been reading data" in caplog.text)
         time.sleep(2 * PATIENCE)

@@ -90,8 +90,9 @@ def test_a_run_with_a_cache_equals_the_one_without_it_to_the_bit(tmp_path: Path,
 def test_language_models_have_the_losses_without_a_cache(tmp_path: Path, kind: str, top_k: int | None) -> None:
     make = {"gpt2": gpt2, "bert": bert}[kind]
     data = [{name: value[: int(row["attention_mask"].sum())] for name, value in row.items()} for row in sentences(14)]
+    # not Adam, which turns the rounding of gradients that are zero in theory, of the bias of keys, into whole steps
     given = {
-        "distillation_top_k": top_k, "max_steps": 6, "per_device_train_batch_size": 3, "collator": pad,
+        "distillation_top_k": top_k, "max_steps": 6, "per_device_train_batch_size": 3, "collator": pad, "optim": "sgd",
     }  # fmt: skip
     plain, seen = train(tmp_path / "a", make(1), data, make(0), **given)
     cached, found = train(tmp_path / "b", make(1), data, make(0), distillation_cache=str(tmp_path / "c"), **given)
