@@ -23,7 +23,7 @@ from paceline.args.sharding import read_sharding
 
 Found = dict[str, Any]
 HEADING = "Sequential models"
-COLUMNS = [("ddp", 2), ("ddp", 3), ("ddp", 4), ("fsdp", 2), ("fsdp+offload", 2), ("fsdp", 4), ("hsdp", 4)]
+COLUMNS = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp+offload", 2), ("hsdp", 4)]
 COLUMNS += [("tp", 2), ("tp+fsdp", 4)]
 COLUMNS += [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 2), ("1f1b+ddp", 4)]
 COLUMNS += [("zero1", 2), ("zero2", 2), ("zero3", 2)]
