@@ -293,7 +293,7 @@ class LinearLoss:
             return type(module).forward(module, rows, *rest, **named)
         inputs = local_rows(rows) if is_split(head) and not rest and not named else rows
         dtype = autocast_of(head.weight)
-        is_possible = inputs is not None and is_lazy(head, inputs) and not rest and not named and not is_checkpointed()
+        is_possible = inputs is not None and is_lazy(head, inputs) and not rest and not named
         is_possible = is_possible and (dtype is not None or rows.dtype == head.weight.dtype)
         if not is_possible or (self.option == "auto" and is_small(head, rows)):
             return type(module).forward(module, rows, *rest, **named)
@@ -467,13 +467,14 @@ def find_head(model: nn.Module, option: str | bool) -> str | None:
 
 
 def is_lazy(head: nn.Linear, rows: object) -> bool:
-    """Returns True if the head's inputs are plain tensors, outside of tracing and compiling."""
+    """Returns True if the head's inputs are plain tensors, outside of tracing, compiling and checkpoints."""
     return (
         type(rows) is Tensor
         and rows.is_floating_point()
         and rows.dim() >= 2
         and rows.numel() > 0
         and head.out_features > 1
+        and not is_checkpointed()
         and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None  # not inside of torch.func
         and not torch._C._get_tracing_state()
