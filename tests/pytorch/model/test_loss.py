@@ -632,6 +632,12 @@ def test_a_single_target_per_sample_has_no_shift() -> None:
     assert LabelSmoother(0.1).find_shift(output, labels, True) is None
 
 
+def test_logits_of_masked_places_only_show_no_shift() -> None:
+    """As those of ModernBERT with `sparse_prediction`; smoothing then names its own option and value."""
+    output = {"loss": torch.tensor(1.0), "logits": torch.randn(4, 5)}
+    assert LabelSmoother(0.1).find_shift(output, torch.zeros(3, 6, dtype=torch.long), True) is None
+
+
 def test_label_smoothing_without_logits_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
         LabelSmoother(0.1)({"hidden": torch.ones(2, 3)}, torch.ones(4, dtype=torch.long))

@@ -515,8 +515,7 @@ class LabelSmoother:
             shift_labels: compare the output at i with the target at i + 1.
             num_items_in_batch: the divisor; None: the number of targets that are not ignored.
         """
-        aligned = (align(item, labels) for item in candidate_logits(model_output))
-        logits = next((item for item in aligned if item is not None), None)
+        logits = _find_aligned(model_output, labels)
         if logits is None:
             raise ValueError(
                 f"label_smoothing_factor={self.epsilon}: no output of the model has the shape (*{tuple(labels.shape)}, "
@@ -544,7 +543,7 @@ class LabelSmoother:
             assumed: the value that is tried first.
         """
         own = find_loss(model_output)
-        if own is None or labels.dim() < 2:
+        if own is None or labels.dim() < 2 or _find_aligned(model_output, labels) is None:
             return None
         plain = LabelSmoother(0.0, self.ignore_index)
         rounding = 1e-4 if own.dtype.itemsize > 2 else 2e-2
@@ -552,3 +551,9 @@ class LabelSmoother:
             if torch.isclose(plain(model_output, labels, shift).to(own.dtype), own, rtol=rounding):
                 return shift
         return None
+
+
+def _find_aligned(model_output: object, labels: Tensor) -> Tensor | None:
+    """Returns the first logits of the outputs that match the labels, `(*labels.shape, num_classes)`, or None."""
+    aligned = (align(item, labels) for item in candidate_logits(model_output))
+    return next((item for item in aligned if item is not None), None)
