@@ -218,6 +218,19 @@ def test_log_lines_go_above_a_bar(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "take care\n"
 
 
+def test_a_line_that_a_library_shows_itself_is_not_shown_again(capsys: pytest.CaptureFixture[str]):
+    library, handler = logging.getLogger("library.of_test_cli_main"), AboveBars()
+    library.addHandler(logging.StreamHandler())
+    logging.getLogger().addHandler(handler)
+    try:
+        logging.getLogger("library.of_test_cli_main.http").warning("trying again")
+        logging.getLogger("library.without_one").warning("once")
+    finally:
+        logging.getLogger().removeHandler(handler)
+        library.handlers.clear()
+    assert capsys.readouterr().err == "trying again\nonce\n"
+
+
 def test_a_reader_that_has_seen_enough_is_no_error():
     command = [sys.executable, "-m", "paceline", "train", "--help", "a"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

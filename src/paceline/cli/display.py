@@ -36,6 +36,8 @@ class AboveBars(logging.StreamHandler[Any]):
     around: Callable[[], AbstractContextManager[None]] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        if _is_shown_by_library(record.name):
+            return
         with nullcontext() if self.around is None else self.around():
             self._write(record)
 
@@ -48,6 +50,16 @@ class AboveBars(logging.StreamHandler[Any]):
             super().emit(record)
         else:
             bars.tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _is_shown_by_library(name: str) -> bool:
+    """True if a logger below the root writes its records to the terminal itself, as huggingface_hub's does."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None and logger.parent is not None:
+        if any(getattr(handler, "stream", None) in (sys.stderr, sys.stdout) for handler in logger.handlers):
+            return True
+        logger = logger.parent
+    return False
 
 
 class EvaluationLines(TrainerCallback):
