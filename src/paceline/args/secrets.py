@@ -116,6 +116,13 @@ def _is_secret_variable(name: str) -> bool:
 
 
 def _secret_variables() -> tuple[str, ...]:
+    # not decoded, which would take as long as masking the arguments of a run, at each call
+    return _secrets_in(tuple(getattr(os.environ, "_data", os.environ).items()))
+
+
+@functools.lru_cache(maxsize=4)
+def _secrets_in(variables: tuple[tuple[Any, Any], ...]) -> tuple[str, ...]:
+    """Returns the values of secret variables of the environment, of which `variables` is the raw form."""
     return tuple(
         value
         for name, value in os.environ.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import logging
@@ -80,14 +81,20 @@ def library_versions(names: Iterable[str] = _LIBRARIES) -> dict[str, str]:
     """Returns the versions of the libraries in `names` that are installed or imported already; imports none."""
     versions = {}
     for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            # A package on the path that is not installed, as in a source checkout.
-            version = getattr(sys.modules.get(name), "__version__", None)
-            if isinstance(version, str):
-                versions[name] = version
+        # A package on the path that is not installed, as in a source checkout, has the version that it states.
+        version = _installed_version(name) or getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            versions[name] = version
     return versions
+
+
+@functools.cache
+def _installed_version(name: str) -> str | None:
+    """Returns the version of an installed package, whose metadata takes milliseconds to read; None without one."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
