@@ -90,7 +90,10 @@ MOST_MODULES = 140  # of the package, which the import of the Trainer loads
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("file lines", "args/sections.py"): "a table of fields: every option, documented beside its default",
     ("module state", "args/*"): "memoised readings of a class's types and signature: pure, and asked once per option",
-    ("module state", "core/record.py"): "versions of installed packages, whose metadata takes milliseconds to read",
+    (
+        "module state",
+        "core/record.py:_installed_version",
+    ): "versions of installed packages, whose metadata takes milliseconds to read",
     ("module state", "callbacks/reporters/service.py:ServiceReporter.*"): "a client's active run is one of the process",
     ("module state", "compat/drop_in.py:*install"): "the record of what was replaced in other modules, to put it back",
     ("module state", "tensorflow/devices.py:the_only"): "strategies share a table of TensorFlow's process",
