@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from paceline.pytorch.data.generators import seed_generators
 from paceline.pytorch.data.indexed import OpenPasses, set_epoch
 from paceline.pytorch.data.parts import Part, Share, Watch, next_part, open_parts
+from paceline.pytorch.data.small_tensors import send_small_tensors_by_value
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Stream(IterableDataset[Any]):
         resume = self.resume if self.resume is not None and self.resume["pass"] == number else None
         self._begun = resume.get("begun") if resume is not None else None
         info = get_worker_info()
+        if info is not None:
+            send_small_tensors_by_value()
         if info is not None and self.asks:
             self._begin_alike()
         if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0, self.asks):
