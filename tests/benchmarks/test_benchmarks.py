@@ -1,4 +1,7 @@
-"""The benchmarks run, their results have what the page needs, and the page is what the results say."""
+"""The benchmarks run, their results have what the page needs, and the page is what the results say.
+
+Not run here are `shared_overhead.py` and `tf_step.py`, a minute each: their results are made by hand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import torch
 import warm
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-# they measure imports or peaks of memory, or hold engines of DeepSpeed
+# they measure imports or peaks of memory
 FRESH = (
     "import_time.py",
     "ledger.py",
@@ -24,8 +27,6 @@ FRESH = (
     "run_growth.py",
     "eval_memory.py",
     "export.py",
-    "shared_overhead.py",
-    "tf_step.py",
 )
 NEEDS = {"transformers.Trainer": "transformers", "lightning": "lightning", "accelerate loop": "accelerate"}
 PEERS = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is not None]
@@ -371,33 +372,6 @@ def test_checkpoint_save(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     run("report.py", "--results", str(tmp_path), "--page", str(page))
     assert "while it is written" in page.read_text("utf-8")
-
-
-@pytest.mark.slow
-def test_shared_overhead(tmp_path: Path) -> None:
-    """Without DeepSpeed, which compiles a part of itself: a minute for the same script."""
-    result = run_for_result(tmp_path, "shared_overhead", "--quick", "--contenders", "ddp", "fsdp")
-    assert list(result["rows"]) == ["ddp", "fsdp"]
-    for row, limit in zip(result["rows"].values(), result["targets"], strict=True):
-        assert row["loop_cpu_ms"]["median"] > 0
-        assert limit["value"] == row["over_loop"]["median"]
-    page = tmp_path / "page.md"
-    run("report.py", "--results", str(tmp_path), "--page", str(page))
-    assert "| fsdp |" in page.read_text("utf-8")
-
-
-@pytest.mark.slow
-def test_tf_step(tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
-    result = run_for_result(tmp_path, "tf_step", "--quick")
-    rows = result["rows"]
-    assert list(rows) == ["loop", "paceline", "fit"]
-    assert rows["loop"]["wall_ms_over_loop"]["median"] == rows["fit"]["cpu_ms_over_fit"]["median"] == 1
-    values = [rows["paceline"][f"{key}_over_{base}"] for key in ("wall_ms", "cpu_ms") for base in ("loop", "fit")]
-    assert [row["value"] for row in result["targets"]] == [value["median"] for value in values]
-    page = tmp_path / "page.md"
-    run("report.py", "--results", str(tmp_path), "--page", str(page))
-    assert "2.7 M parameters, batches of 128" in page.read_text("utf-8")
 
 
 @pytest.mark.slow

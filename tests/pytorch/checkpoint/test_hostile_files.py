@@ -281,7 +281,7 @@ def test_damaged_and_hostile_files(data: st.DataObject, run: Path, place: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_hundreds_of_damaged_and_hostile_files(data: st.DataObject, run: Path, place: Path) -> None:
     try_one(data, run, place)

@@ -26,7 +26,7 @@ HEADING = "Sequential models"
 COLUMNS = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp+offload", 2), ("hsdp", 4)]
 COLUMNS += [("tp", 2), ("tp+fsdp", 4)]
 COLUMNS += [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 2), ("1f1b+ddp", 4)]
-COLUMNS += [("zero1", 2), ("zero2", 2), ("zero3", 2)]
+COLUMNS += [("zero2", 2), ("zero3", 2)]
 
 
 def results_of(folder: Path, size: int, *engines: str) -> dict[str, list[dict[str, Found]]]:
