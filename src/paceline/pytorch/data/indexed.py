@@ -18,12 +18,12 @@ from paceline.core.optional import LateModule
 from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.generators import seed_generators
 from paceline.pytorch.data.sampling import RankBatches, skip_samples
-from paceline.pytorch.data.small_tensors import send_small_tensors_by_value
 
 if TYPE_CHECKING:
-    from paceline.pytorch.data import arrow_rows
+    from paceline.pytorch.data import arrow_rows, small_tensors
 else:
     arrow_rows = LateModule("paceline.pytorch.data.arrow_rows")
+    small_tensors = LateModule("paceline.pytorch.data.small_tensors")
 
 
 class SeededIndices(list[int]):
@@ -48,7 +48,7 @@ class SeededItems(Dataset[Any]):
         seed_generators(self.seed, epoch, position)
         if epoch != self.epoch:  # a persistent worker's dataset still has the epoch in which the worker started
             self.epoch = epoch
-            send_small_tensors_by_value()
+            small_tensors.send_small_tensors_by_value()
             set_epoch(self.dataset, epoch)
         read_many = getattr(self.dataset, "__getitems__", None)
         if callable(read_many):

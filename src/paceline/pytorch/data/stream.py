@@ -11,15 +11,20 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from paceline.core.optional import LateModule
 from paceline.pytorch.data.generators import seed_generators
 from paceline.pytorch.data.indexed import OpenPasses, set_epoch
 from paceline.pytorch.data.parts import Part, Share, Watch, next_part, open_parts
-from paceline.pytorch.data.small_tensors import send_small_tensors_by_value
+
+if TYPE_CHECKING:
+    from paceline.pytorch.data import small_tensors
+else:
+    small_tensors = LateModule("paceline.pytorch.data.small_tensors")
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ class Stream(IterableDataset[Any]):
         self._begun = resume.get("begun") if resume is not None else None
         info = get_worker_info()
         if info is not None:
-            send_small_tensors_by_value()
+            small_tensors.send_small_tensors_by_value()
         if info is not None and self.asks:
             self._begin_alike()
         if resume is not None and is_cut_otherwise(resume, info.num_workers if info is not None else 0, self.asks):
