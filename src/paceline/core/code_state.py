@@ -30,7 +30,8 @@ def read_changes(folder: Path) -> tuple[dict[str, Any], str]:
     Args:
         folder: a folder of the repository.
     """
-    if git(folder, "rev-parse", "--git-dir") is None:
+    names = git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py")
+    if names is None and git(folder, "rev-parse", "--git-dir") is None:
         return {}, ""
     text, is_cut = _bounded_diff(folder)
     if text is None:
@@ -38,7 +39,7 @@ def read_changes(folder: Path) -> tuple[dict[str, Any], str]:
     diff = mask_lines(text)
     if is_cut:
         diff += f"\n# cut: the diff is larger than {MOST_BYTES:,} bytes\n"
-    entries: dict[str, Any] = {"diff": None, "untracked": _untracked(folder)}
+    entries: dict[str, Any] = {"diff": None, "untracked": _hashes(folder, (names or "").split("\0"))}
     if diff:
         content = diff.encode()
         digest = hashlib.sha256(content).hexdigest()
@@ -93,11 +94,10 @@ def _bounded_diff(folder: Path) -> tuple[str | None, bool]:
     return content.decode("utf-8", "replace"), is_cut
 
 
-def _untracked(folder: Path) -> dict[str, str]:
-    """Returns the hash of each untracked Python file below the folder, by its path; of at most `MOST_FILES`."""
-    listed = git(folder, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py")
+def _hashes(folder: Path, names: list[str]) -> dict[str, str]:
+    """Returns the hashes of files below a folder, by their paths; of at most `MOST_FILES`."""
     found = {}
-    for name in sorted(filter(None, (listed or "").split("\0")))[:MOST_FILES]:
+    for name in sorted(filter(None, names))[:MOST_FILES]:
         path = folder / name
         try:
             if path.is_file() and path.stat().st_size <= MOST_BYTES:

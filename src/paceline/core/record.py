@@ -102,13 +102,19 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     The branch is None if the commit is checked out without one. Returns None without a repository.
     """
-    found = git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
-    if found is None:
+    found = git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    if found is not None:
+        lines = found.split("\n")
+        headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+        commit, branch = headers.get("branch.oid"), headers.get("branch.head")
+        dirty = any(not line.startswith("#") for line in lines)
+    else:  # a repository too large to compare in time still has a commit
+        head = git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+        commit, _, branch = (head or "").partition("\n")
+        dirty = None
+    if not commit or commit == "(initial)":
         return None
-    commit, _, branch = found.partition("\n")
-    changes = git(folder, "status", "--porcelain", "--untracked-files=no")
-    dirty = None if changes is None else bool(changes)
-    return {"commit": commit, "branch": branch if branch != "HEAD" else None, "dirty": dirty}
+    return {"commit": commit, "branch": None if branch in ("HEAD", "(detached)") else branch, "dirty": dirty}
 
 
 def update_record(path: Path, run: RunMark, entries: Mapping[str, Any]) -> None:
