@@ -26,7 +26,16 @@ from paceline.pytorch.data.batches import batch_size_of, cut_batch, rebuild_mapp
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import is_out_of_memory
 from paceline.pytorch.model.loss import Counts, LossNormalizer
-from paceline.pytorch.model.reductions import MAIN, SUM, LossReduction, Observation, Split, tolerance_of
+from paceline.pytorch.model.reductions import (
+    MAIN,
+    SUM,
+    IgnoredTargets,
+    LossReduction,
+    Observation,
+    Split,
+    tolerance_of,
+    with_ignored,
+)
 from paceline.pytorch.side_effects import undoing
 
 logger = logging.getLogger(__name__)
@@ -115,6 +124,7 @@ class LossProbe:
         self._tolerance = 0.0
         self._largest = 0  # samples of the micro-batches of the step itself
         self._wholes: dict[Part, float | None] = {}  # losses of earlier splits
+        self._ignored = IgnoredTargets()
 
     def look(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
         """Returns the observations from the losses of these micro-batches and of parts of them.
@@ -136,7 +146,14 @@ class LossProbe:
                 return found
             self.model.eval()
             found += self._cut_all(rule, parts, num_items)
+            added = self._candidates(rule)[len(rule.candidates) :]
+            if added:
+                found.append(Observation(ignored=tuple(dict.fromkeys(item.ignore_index for item in added))))
             return found if rule.is_certain else found + self._test_sum(parts, found, num_items)
+
+    def _candidates(self, rule: LossNormalizer) -> tuple[LossReduction, ...]:
+        """Returns those of the rule, and those with target values that the passes so far may have ignored."""
+        return with_ignored(rule.candidates, self._ignored.found)
 
     def _cut_all(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
         """Splits micro-batches where that separates most of the open reductions."""
@@ -144,12 +161,12 @@ class LossProbe:
         wanted = 1 if rule.trusts_class or rule.is_confirmed else self.rounds
         # if two joined samples ran out of memory, the processes would make different numbers of passes
         joins = not self.must_match or self._largest > 1
-        cuts = find_cuts(parts, rule.candidates) if joins else []
+        cuts = find_cuts(parts, self._candidates(rule)) if joins else []
         is_small_seen = False
         num_informative = 0
         for _ in range(wanted if self.must_match else MAX_CUTS):
             missed = {candidate for item in found for candidate in item.misses}
-            asked = MAIN if rule.is_certain else rule.open_reductions(among=rule.candidates)
+            asked = MAIN if rule.is_certain else rule.open_reductions(among=self._candidates(rule))
             alive = [item for item in asked if item not in missed]
             best = max(cuts, key=lambda cut: cut.rank(alive, is_small_seen), default=None)
             if not self.must_match and is_enough(best, alive, is_small_seen, num_informative >= wanted):
@@ -165,6 +182,7 @@ class LossProbe:
             is_small_seen |= best.is_small and is_informative
             cuts.remove(best)
             for cut in cuts:
+                cut.weigh(self._candidates(rule))
                 cut.uses += cut.whole is best.whole
         return found
 
@@ -211,7 +229,8 @@ class LossProbe:
         """Returns the loss of a batch, or of samples of two; None if it has none or the pass failed."""
         self.failure = None
         try:
-            loss = self.loss_of(copy.copy(part.batch), num_items)
+            with self._ignored:
+                loss = self.loss_of(copy.copy(part.batch), num_items)
         except Exception as error:
             fits_step = part.counts.samples <= self._largest and not self.must_match
             if is_out_of_memory(error) and (fits_step or self.is_gated):
@@ -273,7 +292,9 @@ class LossProbe:
         known = [value for value in losses if value is not None]
         if len(known) < 3 or not math.isfinite(known[0]):
             return []
-        return [Split(known[0], known[1], known[2], cut.shares.get, self._tolerance).observe(rule.candidates)]
+        candidates = self._candidates(rule)
+        cut.weigh(candidates)
+        return [Split(known[0], known[1], known[2], cut.shares.get, self._tolerance).observe(candidates)]
 
 
 # ---- where to split
@@ -300,6 +321,7 @@ class Cut:
         shares: the first part's share of the weight, under each reduction in which the micro-batch has a weight.
         is_safe: both parts keep targets under any shift; else a loss may be a mean over zero targets.
         is_small: one part has no more targets than any micro-batch: a lower bound of the divisor would show.
+        num_weighed: number of candidates for which `shares` was computed.
         uses: number of probes at other positions of this micro-batch.
     """
 
@@ -308,7 +330,17 @@ class Cut:
     shares: dict[LossReduction, float]
     is_safe: bool
     is_small: bool
+    num_weighed: int
     uses: int = 0
+
+    def weigh(self, candidates: Sequence[LossReduction]) -> None:
+        """Computes the shares under candidates that were added after the others."""
+        counts = self.whole.counts
+        for item in candidates[self.num_weighed :]:
+            rows = item.row_weights(counts.labels, counts.samples, counts.is_shifted)
+            if any(rows):
+                self.shares[item] = round(sum(rows[: self.place]) / sum(rows), 9)
+        self.num_weighed = len(candidates)
 
     def parts(self) -> tuple[Part, Part, Part]:
         """Returns the whole, and both parts."""
@@ -351,7 +383,7 @@ def find_cuts(parts: Sequence[Part], candidates: Sequence[LossReduction]) -> lis
             shares = {item: round(first / both, 9) for item, (first, both) in totals.items() if both}
             keeps = all(0 < totals[item][0] < totals[item][1] for item in MAIN[:2])
             first, both = totals[MAIN[0]]
-            found.append(Cut(whole, place, shares, keeps, min(first, both - first) <= least))
+            found.append(Cut(whole, place, shares, keeps, min(first, both - first) <= least, len(candidates)))
     return found
 
 

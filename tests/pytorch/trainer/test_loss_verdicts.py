@@ -43,6 +43,22 @@ class Padded255(Head):
         return functional.cross_entropy(logits.mT, labels, ignore_index=255)
 
 
+class Padded77(Head):
+    """The batch holds a value that nobody would guess."""
+
+    def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.mT, labels, ignore_index=77)
+
+
+class Masked77(Head):
+    """The same, by a mask."""
+
+    def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        kept = labels != 77
+        losses = functional.cross_entropy(logits.mT, labels.where(kept, 0), reduction="none")
+        return (losses * kept).sum() / kept.sum()
+
+
 class ClassWeights(Head):
     def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits.mT, labels, weight=CLASS_WEIGHTS)
@@ -115,6 +131,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "CTC, sum": (CtcSum, {}, True),
     "ignore_index=255 in the module": (Ignores255, {}, True),
     "ignore_index=255 in the data": (Padded255, {"ignored": 255}, True),
+    "ignore_index=77 in the data": (Padded77, {"ignored": 77}, True),
+    "a mask of 77 in the data": (Masked77, {"ignored": 77}, True),
     "class weights": (ClassWeights, {}, False),
     "class weights, weighed by a function": (ClassWeights, {"loss_weight": weight_of}, True),
     "label smoothing in the module": (Smoothed, {}, True),
@@ -268,3 +286,28 @@ def test_a_declared_sum_is_used_as_it_is(tmp_path: Path, caplog: pytest.LogCaptu
     assert losses(trainer)[0] == expected
     assert trainer.evaluate()["eval_loss"] == expected
     assert "loss_weight" not in caplog.text
+
+
+@pytest.mark.parametrize("make", [Padded77, Masked77])
+def test_an_ignored_value_that_comes_late(tmp_path: Path, make: type[Head]) -> None:
+    """The batches of the first probes do not hold the value; the third step, which is probed for it alone, does."""
+    early = [{**sample, "labels": sample["labels"].masked_fill(sample["labels"] == -100, 1)} for sample in DATA]
+    late = [{**sample, "labels": sample["labels"].masked_fill(sample["labels"] == -100, 77)} for sample in DATA]
+    model = make().double()
+    whole = {key: torch.stack([sample[key] for sample in late]) for key in late[0]}
+    loss = model(**whole)["loss"]
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    trainer = make_trainer(
+        tmp_path,
+        model,
+        [*early, *early, *late],
+        cls=RecordGradient,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=len(DATA) // 3,
+        train_sampling_strategy="sequential",
+        max_grad_norm=0,
+        max_steps=3,
+        learning_rate=0.0,
+    )
+    trainer.train()
+    torch.testing.assert_close(trainer.gradients[2], gradient, rtol=1e-8, atol=1e-11)

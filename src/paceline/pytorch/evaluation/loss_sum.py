@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from paceline.pytorch.model.loss import Counts, LossNormalizer
-from paceline.pytorch.model.reductions import LossReduction
+from paceline.pytorch.model.reductions import IGNORE_INDEX, LossReduction
+
+EARLY = 2  # batches that are kept: with one sample each, the second is the first that is probed
 
 
 @dataclass
@@ -31,19 +34,45 @@ class LossSum:
         self.rule = rule
         self.num_batches = 0  # batches with a loss
         self._sums = [Sum(list(rule.candidates))]
+        self._early: list[tuple[Tensor, Counts, object]] = []
 
     def add(self, loss: Tensor, counts: Counts, num_items: object) -> None:
         """Adds one batch without synchronizing with the device. A batch of weight 0 adds nothing, even if its loss is
         NaN.
         """
         loss = loss.detach().double() if loss.device.type != "mps" else loss.detach()
+        if not self._holds(self.rule.candidates):
+            self._take_new()
         self.num_batches += 1
+        if self.num_batches <= EARLY:
+            self._early.append((loss, counts, num_items))
+        self._weigh(loss, counts, num_items)
+
+    def _weigh(self, loss: Tensor, counts: Counts, num_items: object) -> None:
         sums: list[Sum] = []
         for kept in self._sums:
             for weight, reductions in self._weights(kept.reductions, counts, num_items).items():
                 total = kept.total + loss * weight if weight else kept.total
                 sums.append(Sum(reductions, total, kept.weight + weight))
         self._sums = sums
+
+    def _holds(self, candidates: Sequence[LossReduction]) -> bool:
+        return sum(len(kept.reductions) for kept in self._sums) == len(candidates)
+
+    def _take_new(self) -> None:
+        """Takes in the candidates that a probe added: starts anew with the batches so far, if they are kept. Later
+        candidates count all targets of the batches before them.
+        """
+        if self.num_batches <= EARLY:
+            self._sums = [Sum(list(self.rule.candidates))]
+            for loss, counts, num_items in self._early:
+                self._weigh(loss, counts, num_items)
+            return
+        known = {reduction for kept in self._sums for reduction in kept.reductions}
+        for reduction in self.rule.candidates:
+            if reduction not in known:
+                usual = replace(reduction, ignore_index=IGNORE_INDEX)
+                next(kept for kept in self._sums if usual in kept.reductions).reductions.append(reduction)
 
     def _weights(
         self,

@@ -10,7 +10,7 @@ the reduction in force.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -21,7 +21,15 @@ from torch.nn import functional
 
 from paceline.pytorch.data.loading import batch_size_of
 from paceline.pytorch.model.outputs import candidate_logits, find_loss
-from paceline.pytorch.model.reductions import IGNORE_INDEX, MAIN, SUM, LossReduction, Observation, make_candidates
+from paceline.pytorch.model.reductions import (
+    IGNORE_INDEX,
+    MAIN,
+    SUM,
+    LossReduction,
+    Observation,
+    make_candidates,
+    with_ignored,
+)
 
 __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossNormalizer", "LossReduction"]
 
@@ -92,7 +100,7 @@ class LossNormalizer:
         self.likely = known or (LossReduction("tokens", shifted=True) if shifts else None)
         self.coupled = coupled
         self.is_averaged_by_author = False
-        self.candidates = make_candidates(pad_token_id)
+        self._candidates = self.candidates = make_candidates(pad_token_id)
         self.passes_count = False
         self.is_made_here = False  # the loss is computed outside the model
         self._said: set[str] = set()  # each message is logged once
@@ -107,6 +115,7 @@ class LossNormalizer:
         self.last_probe = last_probe
         self.reduction = DECLARED.get(self.declared or "", self.known or LossReduction("samples"))
         self.is_scaled: bool | None = self.declared == "scaled" or (None if self.declared is None else False)
+        self.candidates = self._candidates
         self.hits = dict.fromkeys(self.candidates, 0)
         self.misses = dict.fromkeys(self.candidates, 0)
         self._doubt: str | None = None  # the last unresolved contradiction
@@ -269,7 +278,7 @@ class LossNormalizer:
         """Returns the reduction in force, followed by those of `among` that may still be right."""
         if self.is_certain or self.reduction.unit == "sum":
             return [self.reduction]
-        others = (item for item in among if item not in (self.reduction, SUM) and not self.misses[item])
+        others = (item for item in among if item not in (self.reduction, SUM) and not self.misses.get(item))
         return [self.reduction, *(item for item in others if self.declared is None or "samples" in item.unit)]
 
     def is_open_for(
@@ -289,6 +298,13 @@ class LossNormalizer:
             shares.append([weight / total if total else 0.0 for weight in weights])
         return any(other != shares[0] for other in shares[1:])
 
+    def add_ignored(self, indices: Iterable[int]) -> None:
+        """Adds the candidates in which targets of these values do not count."""
+        self.candidates = with_ignored(self.candidates, indices)
+        for candidate in self.candidates:
+            self.hits.setdefault(candidate, 0)
+            self.misses.setdefault(candidate, 0)
+
     def learn(self, observations: Sequence[Observation], window: Sequence[Counts] | None = None) -> None:
         """Records the observations of a step or a batch.
 
@@ -300,6 +316,7 @@ class LossNormalizer:
         self.num_extra += self.num_updates & (self.num_updates - 1) != 0
         self.warn_of_coupling()
         self._learn_scaling([item for item in observations if item.count])
+        self.add_ignored(index for item in observations for index in item.ignored)
         looks = [item for item in observations if item.misses]
         self.num_looks += len(looks)
         for look in looks:
@@ -437,6 +454,7 @@ class LossNormalizer:
             "is_multiplied": self.is_multiplied,
             "by_chunks": self.by_chunks,
             "evidence": [[*astuple(item), self.hits[item], self.misses[item]] for item in seen],
+            "ignored": list(dict.fromkeys(item.ignore_index for item in self.candidates[len(self._candidates) :])),
             "counters": [self.num_updates, self.num_looks, self.num_extra],
         }
 
@@ -460,9 +478,13 @@ class LossNormalizer:
         by_chunks = state.get("by_chunks")  # not written by older versions
         if not (by_chunks is None or isinstance(by_chunks, bool)):
             raise ValueError(f"{str(by_chunks)[:80]} is not true or false")
+        ignored = state.get("ignored", [])  # not written by older versions
+        if not isinstance(ignored, list) or not all(type(index) is int for index in ignored):
+            raise ValueError(f"{str(ignored)[:80]} are not target values")
         if state["declared"] != self.declared:
             return
         self.begin(self.last_probe)
+        self.add_ignored(ignored)
         self.reduction, self.is_scaled, self.is_multiplied = reduction, is_scaled, is_multiplied
         self.by_chunks = by_chunks
         self.num_updates, self.num_looks, self.num_extra = counters

@@ -8,16 +8,19 @@ recompute the loss from logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from paceline.pytorch.model.operations import uses_tf32
 
 IGNORE_INDEX = -100
 OFTEN_IGNORED = (0, -1, 1, 255)
+MOST_IGNORED = 8  # values noted in the passes of one probe; each adds four candidates
 # a candidate is contradicted by a difference of this many tolerances; a candidate fits within one tolerance
 CLEAR = 20
 # relative rounding difference between the loss of a batch and the mean over its parts, by the dtype of the loss
@@ -100,9 +103,47 @@ SUM = MAIN[-1]
 def make_candidates(pad_token_id: int | None) -> tuple[LossReduction, ...]:
     """Returns all candidate reductions, the most likely first."""
     padding = [pad_token_id] if isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool) else []
-    ignored = [index for index in dict.fromkeys([*padding, *OFTEN_IGNORED]) if index != IGNORE_INDEX]
-    others = [LossReduction(m.unit, m.shifted, i) for i in ignored for m in MAIN if m.unit in ("tokens", "samples")]
-    return (*MAIN, *others)
+    return with_ignored(MAIN, [*padding, *OFTEN_IGNORED])
+
+
+def with_ignored(candidates: tuple[LossReduction, ...], indices: Iterable[int]) -> tuple[LossReduction, ...]:
+    """Returns the candidates, followed by those in which a target of one of these indices does not count."""
+    known = {item.ignore_index for item in candidates}
+    added = [index for index in dict.fromkeys(indices) if index not in known]
+    others = (LossReduction(m.unit, m.shifted, i) for i in added for m in MAIN if m.unit in OF_TARGETS)
+    return (*candidates, *others)
+
+
+class IgnoredTargets(TorchFunctionMode):
+    """Notes the target values that a loss may ignore: any `ignore_index` of torch's losses, and integers with which
+    integer tensors are compared for equality, as in `(labels != 3)`.
+
+    Attributes:
+        found: the values, in the order of their first use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        value = kwargs.get("ignore_index")
+        if value is None and func in _EQUALITIES and len(args) == 2 and is_integral(args[0]):
+            value = args[1]
+        if type(value) is int and len(self.found) < MOST_IGNORED:
+            self.found[value] = None
+        return func(*args, **kwargs)
+
+
+_EQUALITIES = {torch.eq, torch.ne, Tensor.eq, Tensor.ne, Tensor.__eq__, Tensor.__ne__}
+
+
+def is_integral(value: object) -> bool:
+    """Returns True for a tensor of integers."""
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
 @dataclass(frozen=True)
@@ -153,6 +194,7 @@ class Observation:
             probes.
         multiple: the factor of a loss divided by the count, such as the number of processes; 0: unknown.
         is_open: the loss looks like a sum, but could not be tested on as many targets as an optimizer step has.
+        ignored: target values that the loss may ignore, which no candidate had.
     """
 
     fits: tuple[LossReduction, ...] = ()
@@ -160,6 +202,7 @@ class Observation:
     count: str = ""
     multiple: float = 0.0
     is_open: bool = False
+    ignored: tuple[int, ...] = ()
 
 
 def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:
