@@ -1,6 +1,9 @@
+import os
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,9 +101,22 @@ def test_a_git_that_hangs_is_ended(
     (folder / "git").write_text('#!/bin/sh\ncase "$*" in *diff*) exec sleep 60;; *) echo x;; esac\n')
     (folder / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr("paceline.core.code_state.GIT_SECONDS", 0.2)
+    monkeypatch.setattr("paceline.core.record.GIT_SECONDS", 0.2)
     begun = time.perf_counter()
     entries, diff = read_changes(repository)
     assert time.perf_counter() - begun < 5
     assert "git diff failed" in entries["note"]
     assert diff == ""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere Python may start programs in another way")
+def test_git_is_read_without_a_pipe(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is forked while one is open holds it open, and the record would wait for the end of the worker."""
+    (repository / "code.py").write_text("changed = True\n")
+
+    def pipe() -> Any:
+        raise AssertionError("a pipe")
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    assert git_state(repository) is not None
+    assert "changed = True" in read_changes(repository)[1]

@@ -6,15 +6,13 @@ Standard library only. A repository that is slow, broken or missing gives nothin
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.args.secrets import MASK, mask_text, masked
 from paceline.core.lineage import DIFF_FILE
-from paceline.core.record import GIT, GIT_SECONDS, git
+from paceline.core.record import GIT_SECONDS, git, git_output
 
 MOST_BYTES = 1_000_000  # of the diff that is kept
 MOST_FILES = 100  # untracked files that are hashed
@@ -68,29 +66,12 @@ def _without_keys(lines: list[str]) -> Iterator[str]:
 
 def _bounded_diff(folder: Path) -> tuple[str | None, bool]:
     """Returns the diff, None if git fails or takes too long, and whether it was cut."""
-    command = [*GIT, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"]
-    try:
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-    except OSError:
-        return None, False
-    timer = threading.Timer(GIT_SECONDS, process.kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        with process:
-            assert process.stdout is not None
-            content = process.stdout.read(MOST_BYTES + 1)
-            is_cut = len(content) > MOST_BYTES
-            if is_cut:
-                process.kill()
-    finally:
-        timer.cancel()
-    if process.returncode != 0 and not is_cut:
+    options = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-relative")
+    content, is_cut = git_output(folder, "diff", "HEAD", *options, most=MOST_BYTES)
+    if content is None:
         return None, False
     if is_cut:
-        content = content[: content.rfind(b"\n", 0, MOST_BYTES) + 1]
+        content = content[: content.rfind(b"\n") + 1]
     return content.decode("utf-8", "replace"), is_cut
 
 

@@ -10,12 +10,15 @@ import logging
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.args.secrets import mask_command, mask_text, masked
 from paceline.core.lineage import KEY, RECORD_NAME, RunMark
@@ -27,7 +30,7 @@ _LIBRARIES = ("paceline", "torch", "numpy", "transformers", "datasets", "safeten
 GIT_SECONDS = 5.0  # a repository on a slow disk must not delay a run
 # Without the first option, `status` takes the index lock and can make a commit of the user's fail. The second keeps the
 # configuration of a repository from naming a program that `status` and `diff` would run.
-GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
+GIT_OPTIONS = ("--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def write_run_record(
@@ -172,17 +175,48 @@ def _plain(value: object) -> Any:
 def git(folder: Path, *arguments: str) -> str | None:
     """Returns the output of a git command, stripped; None if it fails or takes longer than `GIT_SECONDS`."""
     try:
-        done = subprocess.run(
-            [*GIT, *arguments],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        content, _ = git_output(folder, *arguments)
+        return None if content is None else content.decode().strip()
+    except UnicodeDecodeError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def git_output(folder: Path, *arguments: str, most: int | None = None) -> tuple[bytes | None, bool]:
+    """Returns the output of a git command, and whether it was cut; no output if it fails or takes too long.
+
+    Git writes to a file and is started without a fork where the system can (`close_fds=False` lets Python do that). A
+    worker that another thread forks at this moment would inherit a pipe, and the end of the pipe would be seen only
+    when that worker ends.
+
+    Args:
+        folder: where git runs.
+        arguments: of git.
+        most: bytes of output after which git is stopped; None: any number.
+    """
+    program = shutil.which("git")
+    if program is None:
+        return None, False
+    command = [program, *GIT_OPTIONS, "-C", str(folder), *arguments]
+    try:
+        with tempfile.TemporaryFile() as output:
+            with subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL, close_fds=False
+            ) as process:
+                end = time.monotonic() + GIT_SECONDS
+                while process.poll() is None and time.monotonic() < end and not _is_longer(output, most):
+                    time.sleep(0.001)
+                process.kill()  # does nothing to a process that has ended
+            is_cut = _is_longer(output, most)
+            if process.returncode != 0 and not is_cut:
+                return None, False
+            output.seek(0)
+            return output.read(-1 if most is None else most), is_cut
+    except (OSError, subprocess.SubprocessError):
+        return None, False
+
+
+def _is_longer(file: IO[bytes], most: int | None) -> bool:
+    return most is not None and os.fstat(file.fileno()).st_size > most
 
 
 def _read_earlier(path: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Checkpoint, stop, go on: the run ends where the undisturbed one does, bit for bit."""
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,6 @@ KEPT = {"num_workers": 2, "persistent_workers": True}
     [
         ("torch.utils.data", {"num_workers": 0}),
         pytest.param("torch.utils.data", {"num_workers": 2}, marks=pytest.mark.slow),
-        # ending workers that are kept waits for half a minute and more
         pytest.param("torch.utils.data", KEPT, marks=pytest.mark.slow),
         pytest.param("torch.utils.data", {**KEPT, "generator": None}, marks=pytest.mark.slow),
         ("torchdata.stateful_dataloader", {"num_workers": 0}),
@@ -209,6 +209,22 @@ def test_someone_elses_loader_goes_on_alike(tmp_path: Path, kind: str, workers: 
     parts = run(tmp_path / "parts", resume=True, **options)
     assert torch.equal(weights(whole.model), weights(parts.model))
     assert losses(whole) == losses(parts)
+
+
+def test_workers_kept_by_someone_elses_loader_end_with_the_run(tmp_path: Path) -> None:
+    """The garbage collector would wait 5 s for each."""
+    made = []
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            made.append(torch.utils.data.DataLoader(DATA, batch_size=4, collate_fn=self.data_collator, **KEPT))
+            return made[-1]
+
+    run(tmp_path, cls=Own)
+    assert made[0]._iterator is None
+    assert not multiprocessing.active_children()
+    assert len(list(made[0])) == len(made[0])  # it is usable as before
+    made[0]._iterator._shutdown_workers()
 
 
 class KeepsWorkers:

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader
@@ -299,17 +299,33 @@ def sized(reader: Reader) -> Iterator[tuple[Any, int]]:
         before = reader.consumed
 
 
+def is_persistent(loader: object) -> TypeGuard[DataLoader[Any]]:
+    """Returns True for a loader of torch that keeps its workers for the next pass."""
+    return isinstance(loader, DataLoader) and loader.persistent_workers
+
+
 def forget_workers(loader: object) -> None:
     """Makes a user's loader start new workers, so that torch seeds them.
 
     Persistent workers keep the generator state of earlier epochs, and from the second epoch on the main process draws
     one number less per epoch. Neither can be restored after a restart.
     """
-    if isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
+    if is_persistent(loader) and loader._iterator is not None:
         logger.info(
             "persistent_workers: the loader's workers are restarted at each epoch, so that the run can be resumed."
         )
-        loader._iterator = None
+        stop_workers(loader)
+
+
+def stop_workers(loader: DataLoader[Any]) -> None:
+    """Ends the persistent workers of a loader; its next pass starts others.
+
+    Left to the garbage collector, which closes the queues to the workers first, each of them delays the program by 5 s
+    at a time that nobody can tell, because torch waits so long for a worker that is not told to end.
+    """
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is not None:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class StatefulDataIterator:
@@ -524,6 +540,8 @@ class StatefulDataIterator:
         self._reader = None
         if isinstance(self.loader, IndexedLoader | StreamLoader | DispatchedLoader):
             self.loader.close()
+        elif is_persistent(self.loader) and not is_stateful(self.loader):
+            stop_workers(self.loader)
 
 
 def open_reader(loader: object, consumed: int, batches: int, saved: Saved | None) -> Reader:
