@@ -3,6 +3,7 @@
 # make test                 lint, types and every test but the slow ones
 # make test WORKERS=4       in so many processes, a GB of memory each (2 by default)
 # make test-slow            the slow ones, in so many processes too
+# make test-nightly         those that CI does not run, an hour: before a release, and after a large change
 # make test-again           those that failed last, one after the other
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
 # make site                 the documentation as a site: build/site/index.html
@@ -31,7 +32,7 @@ VENV := .venv/bin
 # else every process that a test starts would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-again test-xla lint docs site clean
+.PHONY: help demo digits environment environment-slow environment-xla test test-slow test-nightly test-again test-xla lint docs site clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -62,11 +63,14 @@ lint: environment
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: lint
-	@$(VENV)/python -m pytest -m "not slow and not xla" $(PARALLEL) --durations 20
+	@$(VENV)/python -m pytest -m "not slow and not nightly and not xla" $(PARALLEL) --durations 20
 
 # pytest's status 5: no test of that kind
 test-slow: environment-slow
-	@$(VENV)/python -m pytest -m "slow and not xla" $(PARALLEL) --durations 20 || test $$? -eq 5
+	@$(VENV)/python -m pytest -m "slow and not nightly and not xla" $(PARALLEL) --durations 20 || test $$? -eq 5
+
+test-nightly: environment-slow
+	@$(VENV)/python -m pytest -m nightly $(PARALLEL) --durations 20
 
 # those that failed last, one after the other
 test-again:

@@ -463,7 +463,7 @@ class Work:
             os.chdir(self.tree)
             sys.path.insert(0, str(self.tree / "src"))
             os.environ.update(PYTHONPATH=str(self.tree / "src"), PYTEST_DEBUG_TEMPROOT=str(self.tree.parent))
-            words = [*files, "-m", "not slow and not xla", "-p", "no:cacheprovider", "--timeout=0"]
+            words = [*files, "-m", "not slow and not nightly and not xla", "-p", "no:cacheprovider", "--timeout=0"]
             words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins that the libraries have imported
             status = int(pytest.main(words, plugins=[Bench(self.tree, self.store, self.output, call)]))
         except BaseException:

@@ -92,6 +92,7 @@ def test_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.nightly
 def test_large_vocabulary(tmp_path: Path) -> None:
     contenders = ["paceline, by chunks", "paceline, logits"]
     result = run_for_result(tmp_path, "large_vocabulary", "--quick", "--contenders", *contenders)
@@ -114,6 +115,7 @@ def test_report_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.nightly
 def test_eval_memory(tmp_path: Path) -> None:
     contenders = ["paceline, streaming", "paceline, whole set"]
     result = run_for_result(tmp_path, "eval_memory", "--quick", "--contenders", *contenders)
@@ -271,6 +273,7 @@ def test_members(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_ragged_text(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     contenders = ["limit", "paceline flattened", "transformers flattened"]
@@ -285,6 +288,7 @@ def test_ragged_text(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.nightly
 def test_memory_options(tmp_path: Path) -> None:
     contenders = ["paceline, plain", "paceline, gradient_checkpointing"]
     result = run_for_result(tmp_path, "memory_options", "--quick", "--contenders", *contenders)
@@ -352,6 +356,7 @@ def test_sharded_save(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.nightly
 def test_export(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "export", "--quick")
     export, whole = (result["rows"][name] for name in ("paceline export", "whole in memory"))
@@ -375,6 +380,7 @@ def test_checkpoint_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_run_growth(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "run_growth", "--quick", "--contenders", "paceline")
     rows = result["rows"]

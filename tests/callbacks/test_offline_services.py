@@ -226,7 +226,10 @@ def read_clearml(folder: Path) -> Reading:
 @pytest.mark.parametrize(
     ("name", "module", "read", "variables"),
     [
-        ("clearml", "clearml", read_clearml, {"CLEARML_OFFLINE_MODE": "1"}),
+        pytest.param(
+            *("clearml", "clearml", read_clearml, {"CLEARML_OFFLINE_MODE": "1"}),
+            marks=pytest.mark.nightly,  # a minute, most of it clearml's own
+        ),
         ("dvclive", "dvclive", read_dvclive, {}),
         ("trackio", "trackio", read_trackio, {"TRACKIO_DIR": "{folder}/trackio"}),
         ("swanlab", "swanlab", read_swanlab, {"SWANLAB_MODE": "offline"}),
@@ -236,7 +239,10 @@ def read_clearml(folder: Path) -> Reading:
             read_comet,
             {"COMET_START_ONLINE": "0", "COMET_OFFLINE_DIRECTORY": "{folder}/comet", "COMET_AUTO_LOG_CO2": "0"},
         ),
-        ("dagshub", "dagshub", read_mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{folder}/me/letters.db"}),
+        pytest.param(
+            *("dagshub", "dagshub", read_mlflow, {"MLFLOW_TRACKING_URI": "sqlite:///{folder}/me/letters.db"}),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_run_read_back(

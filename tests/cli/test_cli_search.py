@@ -268,7 +268,7 @@ class Slow(Net):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-@pytest.mark.parametrize("n_parallel", [1, 2])
+@pytest.mark.parametrize("n_parallel", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ctrl_c_during_the_table(tmp_path: Path, n_parallel: int) -> None:
     """Ctrl-C ends a search in a terminal with a message; the same command keeps the finished trials and goes on."""
     config = CONFIG.replace(":Net", ":Slow").replace("max_steps: 4", "max_steps: 20")

@@ -32,6 +32,7 @@ def search(folder: Path, way: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_asha_ends_the_worse_trial(tmp_path: Path) -> None:
     found = search(tmp_path / "out", "asha")
     assert [trial["step"] for trial in found["trials"]] == [6, 2]
@@ -42,6 +43,7 @@ def test_asha_ends_the_worse_trial(tmp_path: Path) -> None:
     assert again.evaluate()["eval_loss"] == found["objective"]
 
 
+@pytest.mark.nightly
 def test_pbt_goes_on_from_the_better_trial(tmp_path: Path) -> None:
     """The worse trial takes the checkpoint of the other, and a learning rate of the mutations, which is applied."""
     found = search(tmp_path / "out", "pbt")

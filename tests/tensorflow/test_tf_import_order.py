@@ -41,6 +41,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.nightly
 def test_both_orders_train_alike(tmp_path: Path) -> None:
     """In processes of their own; both libraries give the same losses in every order."""
     paths = [*map(str, Path(__file__).parents[1].glob("support")), *sys.path]

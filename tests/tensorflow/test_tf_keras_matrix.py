@@ -249,6 +249,7 @@ def check(cases: list[Case], folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_pair(tmp_path: Path) -> None:
     """The whole product, 2,440 cases, takes twenty minutes, and every triple two and a half."""
     check(covering(EVERY), tmp_path)

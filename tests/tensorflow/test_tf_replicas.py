@@ -199,7 +199,7 @@ def test_a_module_that_cannot_change_its_types_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_starts"), [("module", 1), ("keras", 2)])
+@pytest.mark.parametrize(("kind", "num_starts"), [("module", 1), pytest.param("keras", 2, marks=pytest.mark.nightly)])
 def test_two_workers(tmp_path: Path, kind: str, num_starts: int) -> None:
     """Two processes on loopback, accumulating: the run of one process; and where it is resumed, too."""
     alone = tf_worker_job.train(tmp_path / "alone", kind, None, batch_size=4)

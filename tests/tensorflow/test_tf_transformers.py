@@ -152,6 +152,7 @@ print("generated")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs links")
+@pytest.mark.nightly
 def test_models_of_transformers(tmp_path: Path) -> None:
     release = ".".join(version("tensorflow").split(".")[:2])
     python = make_environment(tmp_path / "environment", ["transformers==4.57.6", f"tf-keras=={release}.*"])

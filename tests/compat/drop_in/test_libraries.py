@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import warm
+from cases import slow_but
 from safetensors.torch import load_file
 
 import paceline
@@ -48,6 +49,11 @@ COMPARED = {
     "lora": (("lora.py",), ("peft",)),
 }
 # jobs with dropout, killed and gone on with
+# one of each library and kind of training; the others run at night
+OFTEN = (
+    *("sft", "sft with lora", "dpo", "reward", "grpo", "distillation"),
+    *("bi-encoder", "cross-encoder", "setfit", "lora"),
+)
 RESUMED = {
     "sft with packing": (("sft.py", "packing", "dropout"), ("trl",)),
     "dpo with lora": (("dpo.py", "lora", "dropout"), ("trl", "peft")),
@@ -81,7 +87,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", slow_but(OFTEN, COMPARED, pytest.mark.nightly))
 def test_a_job_gives_the_same_numbers_and_files(name: str, tmp_path: Path) -> None:
     script, packages = COMPARED[name]
     for package in packages:
@@ -122,7 +128,7 @@ def same_weights(theirs: Path, ours: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", slow_but(["dpo with lora", "lora"], RESUMED, pytest.mark.nightly))
 def test_a_job_that_was_killed_goes_on_exactly(name: str, tmp_path: Path) -> None:
     """The process ends without a word at step 6, and the next one resumes from the checkpoint of step 4."""
     script, packages = RESUMED[name]

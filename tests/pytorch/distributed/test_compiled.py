@@ -43,6 +43,7 @@ def test_the_numbers_are_those_without_compilation(results: Path, engine: str) -
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.nightly
 def test_the_numbers_of_kernels(tmp_path: Path) -> None:
     processes.run("compile_job.py", 2, str(tmp_path), "inductor", "tp")
     check(tmp_path, "tp")

@@ -106,6 +106,7 @@ def test_the_numbers_stay_on_another_number_of_processes(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_a_killed_process_is_restarted_from_the_last_checkpoint(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", str(processes.SUPPORT / "shared_runs.py"), str(tmp_path), "zero3_killed"]

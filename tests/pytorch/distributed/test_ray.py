@@ -37,6 +37,7 @@ def run(words: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.nightly
 def test_ray_gives_the_numbers_of_torchrun(tmp_path: Path) -> None:
     options = ["--max_steps", str(STEPS), "--use_cpu", "--disable_tqdm", "true"]
     launched = ["-m", "paceline", "launch", "--nproc-per-node", "2", str(ROOT / "launch" / "train.py")]

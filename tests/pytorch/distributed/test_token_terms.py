@@ -14,7 +14,10 @@ from paceline.args.mesh import Mesh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "meshes"), [(2, ["cp=2", "sp=2"]), (4, ["dp_shard=2,cp=2", "sp=2,tp=2"])])
+@pytest.mark.parametrize(
+    ("size", "meshes"),
+    [(2, ["cp=2", "sp=2"]), pytest.param(4, ["dp_shard=2,cp=2", "sp=2,tp=2"], marks=pytest.mark.nightly)],
+)
 def test_sequences_in_parts_have_the_metrics_of_whole_ones(tmp_path: Path, size: int, meshes: list[str]) -> None:
     processes.run("terms_job.py", size, str(tmp_path), *meshes)
     found = {said: [torch.load(tmp_path / f"{said}-{rank}.pt") for rank in range(size)] for said in meshes}

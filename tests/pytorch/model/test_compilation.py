@@ -261,6 +261,7 @@ print("cache", counters["aot_autograd"]["autograd_cache_hit"], counters["aot_aut
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.nightly
 def test_a_second_process_finds_the_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the processes, which share no other folder: torch's own cache is in a new one for each."""
     found = []

@@ -132,6 +132,7 @@ def test_batches_that_are_not_packed_are_computed_as_before() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch and transformers, when they compile it
+@pytest.mark.nightly
 def test_flex_attention() -> None:
     pytest.importorskip("transformers")
     model = llama("flex_attention", hidden_size=64)

@@ -357,7 +357,10 @@ PRODUCT = list(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", range(0, len(PRODUCT), 13))  # 13 shares no factor with any axis: each value comes up
+# 13 shares no factor with any axis: each value comes up
+@pytest.mark.parametrize(
+    "number", slow_but(range(0, len(PRODUCT), 39), range(0, len(PRODUCT), 13), pytest.mark.nightly)
+)
 def test_across_the_product(tmp_path: Path, number: int) -> None:
     data, workers, accumulation, schedule, evaluation, where = PRODUCT[number]
     per_epoch = -(-7 // accumulation)

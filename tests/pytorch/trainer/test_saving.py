@@ -459,7 +459,9 @@ def _silence() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_silence")
-@pytest.mark.parametrize(("number", "is_best"), [(errno.ENOSPC, True), (None, False)])
+@pytest.mark.parametrize(
+    ("number", "is_best"), [pytest.param(errno.ENOSPC, True, marks=pytest.mark.nightly), (None, False)]
+)
 def test_saves_that_fail_hold_no_more_memory_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_best: bool, number: int | None
 ) -> None:

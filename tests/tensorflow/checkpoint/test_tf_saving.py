@@ -295,6 +295,7 @@ class Kills:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+@pytest.mark.nightly
 def test_six_kills(tmp_path: Path) -> None:
     """Killed at random instants, each run ends where the undisturbed one does."""
     kills = Kills(tmp_path / "undisturbed")
