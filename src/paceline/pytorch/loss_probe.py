@@ -229,6 +229,7 @@ class LossProbe:
         """Returns the loss of a batch, or of samples of two; None if it has none or the pass failed."""
         self.failure = None
         try:
+            self._ignored.labels = part.counts.labels
             with self._ignored:
                 loss = self.loss_of(copy.copy(part.batch), num_items)
         except Exception as error:

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from paceline.pytorch.data.batches import batch_size_of, cut_batch
 from paceline.pytorch.data.dispatch import DispatchedBatches, DispatchedLoader, failing, source_of
 from paceline.pytorch.data.generators import capture_generators, capture_own, generators_at, own_generators, restore_own
-from paceline.pytorch.data.indexed import IndexedLoader, set_epoch
+from paceline.pytorch.data.indexed import IndexedLoader, end_kept_workers, set_epoch
 from paceline.pytorch.data.lengths import global_micro_batch_size, loader_length, sample_count
 from paceline.pytorch.data.portable import from_portable, to_portable
 from paceline.pytorch.data.stream import StreamLoader, begin_pass, reread, samples_in
@@ -299,33 +299,14 @@ def sized(reader: Reader) -> Iterator[tuple[Any, int]]:
         before = reader.consumed
 
 
-def is_persistent(loader: object) -> TypeGuard[DataLoader[Any]]:
-    """Returns True for a loader of torch that keeps its workers for the next pass."""
-    return isinstance(loader, DataLoader) and loader.persistent_workers
-
-
 def forget_workers(loader: object) -> None:
     """Makes a user's loader start new workers, so that torch seeds them.
 
     Persistent workers keep the generator state of earlier epochs, and from the second epoch on the main process draws
     one number less per epoch. Neither can be restored after a restart.
     """
-    if is_persistent(loader) and loader._iterator is not None:
-        logger.info(
-            "persistent_workers: the loader's workers are restarted at each epoch, so that the run can be resumed."
-        )
-        stop_workers(loader)
-
-
-def stop_workers(loader: DataLoader[Any]) -> None:
-    """Ends the persistent workers of a loader; its next pass starts others.
-
-    Left to the garbage collector, which closes the queues to the workers first, each of them delays the program by 5 s
-    at a time that nobody can tell, because torch waits so long for a worker that is not told to end.
-    """
-    iterator, loader._iterator = loader._iterator, None
-    if iterator is not None:
-        iterator._shutdown_workers()  # type: ignore[attr-defined]
+    if end_kept_workers(loader):
+        logger.info("persistent_workers: workers are restarted at each epoch, so that the run can be resumed.")
 
 
 class StatefulDataIterator:
@@ -540,8 +521,8 @@ class StatefulDataIterator:
         self._reader = None
         if isinstance(self.loader, IndexedLoader | StreamLoader | DispatchedLoader):
             self.loader.close()
-        elif is_persistent(self.loader) and not is_stateful(self.loader):
-            stop_workers(self.loader)
+        elif not is_stateful(self.loader):
+            end_kept_workers(self.loader)
 
 
 def open_reader(loader: object, consumed: int, batches: int, saved: Saved | None) -> Reader:

@@ -269,6 +269,19 @@ class OpenPasses:
         self._iterators.clear()
 
 
+def end_kept_workers(loader: object) -> bool:
+    """Ends the persistent workers of a loader of torch, whose next pass then starts others; returns False without any.
+
+    Left to the garbage collector, which closes the queues to the workers first, each of them stops the program for 5 s
+    at a time that nobody can tell, because torch waits so long for a worker that was not told to end.
+    """
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is None:
+        return False
+    iterator, loader._iterator = loader._iterator, None
+    iterator._shutdown_workers()  # type: ignore[attr-defined]
+    return True
+
+
 class IndexedLoader(DataLoader[Any]):
     """A DataLoader over a dataset with an index, whose next pass can start at any sample.
 

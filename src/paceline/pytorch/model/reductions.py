@@ -115,35 +115,44 @@ def with_ignored(candidates: tuple[LossReduction, ...], indices: Iterable[int]) 
 
 
 class IgnoredTargets(TorchFunctionMode):
-    """Notes the target values that a loss may ignore: any `ignore_index` of torch's losses, and integers with which
-    integer tensors are compared for equality, as in `(labels != 3)`.
+    """Notes the target values that a loss may ignore: any `ignore_index` of torch's losses, and integers with which the
+    labels are compared for equality, as in `(labels != 3)`.
 
     Attributes:
         found: the values, in the order of their first use.
+        labels: those of the pass in progress, `(samples, ...)`; None: unknown.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, None] = {}
+        self.labels: Tensor | None = None
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         value = kwargs.get("ignore_index")
-        if value is None and func in _EQUALITIES and len(args) == 2 and is_integral(args[0]):
+        if value is None and func in _EQUALITIES and len(args) == 2 and self._is_labels(args[0]):
             value = args[1]
         if type(value) is int and len(self.found) < MOST_IGNORED:
             self.found[value] = None
         return func(*args, **kwargs)
 
+    def _is_labels(self, value: object) -> bool:
+        """Returns True for the labels, or for all but the first or the last of each sample."""
+        labels = self.labels
+        if labels is None or not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+            return False
+        parts = (labels, labels[:, 1:], labels[:, :-1]) if labels.dim() > 1 else (labels,)
+        flat = value.detach().reshape(-1)
+        return any(
+            part.numel() == flat.numel() and torch.equal(part.reshape(-1).to(flat.device, flat.dtype), flat)
+            for part in parts
+        )
+
 
 _EQUALITIES = {torch.eq, torch.ne, Tensor.eq, Tensor.ne, Tensor.__eq__, Tensor.__ne__}
-
-
-def is_integral(value: object) -> bool:
-    """Returns True for a tensor of integers."""
-    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
 @dataclass(frozen=True)
