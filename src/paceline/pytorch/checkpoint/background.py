@@ -261,6 +261,7 @@ class Writer:
         self._error: BaseException | None = None
         self._ended: Callable[[BaseException | None], None] | None = None
         self._wake: Callable[[], None] | None = None
+        self._is_awaited = False  # the loop waits for the task
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Sets the function that the thread calls after it has set `is_due`."""
@@ -276,7 +277,7 @@ class Writer:
         `work` or None.
         """
         self.join()
-        self._error, self._ended = None, ended
+        self._error, self._ended, self._is_awaited = None, ended, False
         # not a daemon, so that an exiting interpreter waits for the checkpoint that is being written
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-checkpoint")
         self._thread.start()
@@ -293,13 +294,18 @@ class Writer:
             ended(error)
 
     def join(self) -> None:
-        """Waits for the running task, and settles it."""
+        """Waits for the running task, at the priority of this thread, and settles it."""
         if self._thread is not None:
+            self._is_awaited = True
+            if sys.platform == "linux" and self._thread.is_alive() and self._thread.native_id is not None:
+                with suppress(OSError):  # not every user may raise a priority
+                    os.setpriority(os.PRIO_PROCESS, self._thread.native_id, os.getpriority(os.PRIO_PROCESS, 0))
             self._thread.join()
             self.settle()
 
     def _run(self, work: Callable[[], None]) -> None:
-        if sys.platform == "linux":  # where each thread has its own priority; training takes precedence
+        # on Linux each thread has its own priority; training takes precedence
+        if sys.platform == "linux" and not self._is_awaited:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWER_PRIORITY)
         try:
