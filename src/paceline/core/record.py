@@ -198,7 +198,7 @@ def git_output(folder: Path, *arguments: str, most: int | None = None) -> tuple[
         return None, False
     command = [program, *GIT_OPTIONS, "-C", str(folder), *arguments]
     try:
-        with tempfile.TemporaryFile() as output:
+        with _scratch_file() as output:
             with subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL, close_fds=False
             ) as process:
@@ -213,6 +213,12 @@ def git_output(folder: Path, *arguments: str, most: int | None = None) -> tuple[
             return output.read(-1 if most is None else most), is_cut
     except (OSError, subprocess.SubprocessError):
         return None, False
+
+
+def _scratch_file() -> IO[bytes]:
+    """Opens a file without a name, in memory where the system has such files, so that a full disk does not matter."""
+    create = getattr(os, "memfd_create", None)
+    return tempfile.TemporaryFile() if create is None else os.fdopen(create("paceline-git"), "w+b")
 
 
 def _is_longer(file: IO[bytes], most: int | None) -> bool:
