@@ -68,7 +68,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_step_overhead(tmp_path: Path) -> None:
     contenders = ["loop", "paceline", *PEERS]
     result = run_for_result(tmp_path, "step_overhead", "--quick", "--contenders", *contenders)
@@ -82,7 +82,7 @@ def test_step_overhead(tmp_path: Path) -> None:
     assert all(result["rows"][peer]["calls_per_step"] > 10 for peer in PEERS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ledger(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "ledger", "--quick")
     assert list(result["rows"]) == ["without", "with"]
@@ -90,9 +90,8 @@ def test_ledger(tmp_path: Path) -> None:
     assert result["targets"][0]["value"] == result["rows"]["with"]["over_without"]["median"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_vocabulary(tmp_path: Path) -> None:
     contenders = ["paceline, by chunks", "paceline, logits"]
     result = run_for_result(tmp_path, "large_vocabulary", "--quick", "--contenders", *contenders)
@@ -100,22 +99,21 @@ def test_large_vocabulary(tmp_path: Path) -> None:
     assert chunks < logits / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_import_time(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "import_time", "--quick", "--contenders", "import torch", "import paceline")
     rows = result["rows"]
     assert rows["import paceline"]["cpu_ms"]["median"] < rows["import torch"]["cpu_ms"]["median"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_report_page(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "report_page", "--quick", "--contenders", "a row every step")
     assert result["rows"]["a row every step"]["mb"]["median"] < 1
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_eval_memory(tmp_path: Path) -> None:
     contenders = ["paceline, streaming", "paceline, whole set"]
     result = run_for_result(tmp_path, "eval_memory", "--quick", "--contenders", *contenders)
@@ -128,7 +126,7 @@ def test_eval_memory(tmp_path: Path) -> None:
     assert "of logits" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_time(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "resume_time", "--quick", "--contenders", "paceline, stream", "paceline, map")
     rows = result["rows"]
@@ -140,7 +138,7 @@ def test_resume_time(tmp_path: Path) -> None:
     assert "GB/s" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpt2_124m(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "gpt2_124m", "--smoke", "--contenders", "loop", "paceline")
     for row in result["rows"].values():
@@ -265,14 +263,13 @@ def test_turns_are_taken() -> None:
     assert order == ["a", "b", "a", "b"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_members(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "members", "--quick")
     assert result["rows"]["a run for each"]["of_alone"]["median"] == 1.0
     assert result["rows"]["members at once"]["seconds"]["median"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_ragged_text(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
@@ -286,9 +283,8 @@ def test_ragged_text(tmp_path: Path) -> None:
     assert "| paceline flattened |" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_options(tmp_path: Path) -> None:
     contenders = ["paceline, plain", "paceline, gradient_checkpointing"]
     result = run_for_result(tmp_path, "memory_options", "--quick", "--contenders", *contenders)
@@ -301,7 +297,7 @@ def test_memory_options(tmp_path: Path) -> None:
     assert "| paceline, gradient_checkpointing |" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compile_ragged(tmp_path: Path) -> None:
     contenders = ["paceline, eager", "paceline, torch_compile"]
     result = run_for_result(tmp_path, "compile_ragged", "--quick", "--contenders", *contenders)
@@ -329,7 +325,7 @@ def test_collation(tmp_path: Path) -> None:
     assert "| masked words |" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_data_loading(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     result = run_for_result(tmp_path, "data_loading", "--quick")
@@ -342,7 +338,7 @@ def test_data_loading(tmp_path: Path) -> None:
     assert "| images, 2 workers |" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_save(tmp_path: Path) -> None:
     contenders = ["shards, behind", "dcp.save"]
     result = run_for_result(tmp_path, "sharded_save", "--quick", "--contenders", *contenders)
@@ -354,9 +350,8 @@ def test_sharded_save(tmp_path: Path) -> None:
     assert "of dcp.save" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_export(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "export", "--quick")
     export, whole = (result["rows"][name] for name in ("paceline export", "whole in memory"))
@@ -379,7 +374,6 @@ def test_checkpoint_save(tmp_path: Path) -> None:
     assert "while it is written" in page.read_text("utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_run_growth(tmp_path: Path) -> None:
     result = run_for_result(tmp_path, "run_growth", "--quick", "--contenders", "paceline")

@@ -68,6 +68,7 @@ def costs(found: list[Cost]) -> dict[int, Cost]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_shards_and_memory_of_a_process_are_as_computed(costs: dict[int, Cost]) -> None:
     for layers, cost in costs.items():
         shape = Shape(layers=layers, **SHAPE)
