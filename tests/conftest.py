@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collections of the tests leave out the objects of the large libraries, a twentieth of all time."""
+    """The garbage collections of the tests leave out the objects of the large libraries."""
     gc.collect()
     gc.freeze()
 

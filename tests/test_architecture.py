@@ -138,10 +138,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("one owner", "pytorch/batch_search.py:StepClock.*"): "a callback answers through the control",
     ("one owner", "tensorflow/adapters.py:*"): "a callback answers through the control",
     ("one owner", "tensorflow/optim/following.py:*"): "a schedule sets the rate of its optimizer",
-    (
-        "one owner",
-        "pytorch/data/indexed.py:*",
-    ): "torch's sampler, which draws a seed, and its loader, whose workers end",
+    ("one owner", "pytorch/data/indexed.py:*"): "torch's sampler, which draws a seed, and torch's loader",
     ("one owner", "pytorch/distributed/*"): "attributes of torch: parameters, modules, contexts of autograd functions",
     ("one owner", "pytorch/loss_probe.py:*"): "a flag of DDP, put back after the probe",
     ("one owner", "pytorch/model/checkpointing.py:*"): "the momentum of batch norm, put back after recomputing",

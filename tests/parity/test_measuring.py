@@ -118,7 +118,6 @@ def test_tokens_and_operations(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_memory_of_each_stage(tmp_path: Path) -> None:
     pytest.importorskip("psutil")

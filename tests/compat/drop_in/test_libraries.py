@@ -48,12 +48,12 @@ COMPARED = {
     "setfit": (("few_shot.py",), ("setfit",)),
     "lora": (("lora.py",), ("peft",)),
 }
-# jobs with dropout, killed and gone on with
 # one of each library and kind of training; the others run at night
 OFTEN = (
     *("sft", "sft with lora", "dpo", "reward", "grpo", "distillation"),
     *("bi-encoder", "cross-encoder", "setfit", "lora"),
 )
+# jobs with dropout, killed and gone on with
 RESUMED = {
     "sft with packing": (("sft.py", "packing", "dropout"), ("trl",)),
     "dpo with lora": (("dpo.py", "lora", "dropout"), ("trl", "peft")),
