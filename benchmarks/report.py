@@ -550,7 +550,7 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 def is_current(page: str, results: dict[str, Result]) -> bool:
     """True if the page shows these results; how old they are is of the day on which the page was written."""
-    return without_history(page) == without_history(make_page(results, find_ages(results)))
+    return without_history(page) == without_history(make_page(results, dict.fromkeys(results, Age(None, None))))
 
 
 def list_stale(results: dict[str, Result]) -> list[str]:

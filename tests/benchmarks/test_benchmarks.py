@@ -311,6 +311,7 @@ def test_compile_ragged(tmp_path: Path) -> None:
     assert "| paceline, torch_compile |" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_collation(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     result = run_for_result(tmp_path, "collation", "--quick")
@@ -361,6 +362,7 @@ def test_export(tmp_path: Path) -> None:
     assert "What making one model of shards takes" in page.read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_checkpoint_save(tmp_path: Path) -> None:
     contenders = ["background", "synchronous"]
     result = run_for_result(tmp_path, "checkpoint_save", "--quick", "--contenders", *contenders)

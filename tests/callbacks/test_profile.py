@@ -45,6 +45,7 @@ def test_a_run_that_ends_early_leaves_what_it_has(tmp_path: Path, caplog: pytest
     assert "the steps 9-9 are not recorded: this run begins after step 0 and ends with step 4" in caplog.text
 
 
+@pytest.mark.slow
 def test_training_is_the_same(tmp_path: Path) -> None:
     losses = []
     for profile in (None, "steps=2-3,memory,stacks,shapes"):

@@ -53,6 +53,7 @@ def study_of(folder: Path) -> Any:
     return optuna.load_study(study_name="paceline", storage=f"sqlite:///{folder / 'run' / 'study.db'}")
 
 
+@pytest.mark.slow
 def test_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_job(tmp_path, MODULE, CONFIG)
     assert main(["search", str(path)]) == 0
@@ -300,7 +301,7 @@ def test_ctrl_c_during_the_table(tmp_path: Path, n_parallel: int) -> None:
     assert list(states.values()).count("COMPLETE") == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_locked_storage_during_the_table(tmp_path: Path) -> None:
     """A storage that another process locks for some seconds costs neither the search nor a trial."""

@@ -13,7 +13,6 @@ from typing import Any
 import crash_job
 import pytest
 import torch
-from cases import slow_but
 from small_models import weights
 
 from paceline import Trainer, TrainerCallback
@@ -103,10 +102,8 @@ def test_an_error_in_a_reporter_ends_nothing(tmp_path: Path, whole: Trainer, cap
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    slow_but([("raises", "sample 17 cannot be read")], [("raises", "sample 17 cannot be read"), ("killed", "worker")]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "message"), [("raises", "sample 17 cannot be read"), ("killed", "worker")])
 def test_an_error_in_a_worker(kind: str, message: str, tmp_path: Path) -> None:
     """Also a worker that the system kills: for its memory, most often.
 

@@ -98,5 +98,6 @@ def test_three_kills(kills: Kills, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills(kills: Kills, tmp_path: Path) -> None:
-    kill_until(kills, tmp_path, 50, seed=100)
+@pytest.mark.parametrize("number", [10, pytest.param(50, marks=pytest.mark.nightly)])
+def test_many_kills(kills: Kills, tmp_path: Path, number: int) -> None:
+    kill_until(kills, tmp_path, number, seed=100)

@@ -127,6 +127,7 @@ def test_ours_goes_on_there(tmp_path: Path, kind: str, stop: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_back_and_forth(tmp_path: Path) -> None:
     whole = run(paceline, tmp_path / "whole")
     run(transformers, tmp_path / "parts", stop=3)
@@ -142,6 +143,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert_alike(whole, run(paceline, tmp_path / "parts", dropout=0.2, num_train_epochs=1, resume=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 4), (8, 1), (2, 1)])
 @pytest.mark.parametrize("stop", [2, 4, 5])
 def test_another_split_of_their_epoch(tmp_path: Path, batch_size: int, accumulation: int, stop: int) -> None:

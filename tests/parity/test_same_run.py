@@ -34,18 +34,12 @@ def _one_process() -> Iterator[None]:
 FAST = (
     "a classifier",
     "fractional epochs",
-    "evaluation at the start and delayed",
     "accumulation of a plain module",
-    "save_strategy best",
     "label smoothing",
     "group by length",
-    "adafactor",
-    "several evaluation sets",
     "iterable data",
-    "metrics batch by batch",
     "a loss that is not finite",
     "resume from theirs",
-    "resume with another batch size",
     "resume of a stream",
 )
 

@@ -21,6 +21,7 @@ def rates(trial: Any) -> dict[str, Any]:
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saves", [SAVES, pytest.param({"save_strategy": "no"}, marks=pytest.mark.slow)], ids=["saving", "not saving"]
 )

@@ -56,6 +56,7 @@ def test_best_of_several_trials(tmp_path: Path) -> None:
     assert all((tmp_path / f"run-{number}" / "run.json").exists() for number in range(3))
 
 
+@pytest.mark.slow
 def test_the_trainer_is_as_before(tmp_path: Path) -> None:
     trainer = make_search(tmp_path)
     before = {name: value for name, value in vars(trainer).items()}
@@ -133,6 +134,7 @@ def test_another_class_of_model_per_trial(tmp_path: Path) -> None:
     assert best.hyperparameters["kind"] in ("mlp", "sized")
 
 
+@pytest.mark.slow
 def test_pruned_at_an_evaluation(tmp_path: Path) -> None:
     """The median pruner ends the trial whose first evaluation is worse; callbacks see its end."""
     ends: list[int] = []
@@ -204,6 +206,7 @@ def test_a_failed_trial_is_recorded_and_the_search_goes_on(tmp_path: Path) -> No
     assert "per_device_train_batch_size" in trials[1].user_attrs["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_trainer", "options"),
     [
@@ -289,6 +292,7 @@ def test_refused_trainers(tmp_path: Path) -> None:
         make_search(tmp_path, eval_strategy="no").hyperparameter_search(pruner=optuna.pruners.MedianPruner())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["suggest_float"], ["set_user_attr", "suggest_float", "report"]))
 def test_ctrl_c_anywhere_in_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An interrupted trial is not recorded as failed: the next start goes on with it."""
@@ -322,6 +326,7 @@ def test_locked_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(study_of(tmp_path).trials) == 2
 
 
+@pytest.mark.slow
 def test_storage_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_text("x" * 5000)
     with pytest.raises(RuntimeError, match=r"study.db: it is not a database; move the file away"):
@@ -351,6 +356,7 @@ def test_a_stored_trial_that_still_trains(tmp_path: Path, monkeypatch: pytest.Mo
         searched(make_search(tmp_path), hp_space=rates, n_trials=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "link to itself"])
 def test_a_study_that_is_no_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "study.db"
@@ -381,6 +387,7 @@ def test_a_disk_that_fills_up_at_the_end_of_a_trial(tmp_path: Path, monkeypatch:
 NAMES = ["", "..", "a/b", "a\0b", "\x1b[31mred", "a\ud800", "x" * 300, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["a/b", 5], NAMES))
 def test_a_name_of_a_trial_that_is_none_ends_the_search(tmp_path: Path, name: Any) -> None:
     with pytest.raises(SearchError, match="it must return the name of a folder"):
@@ -518,6 +525,7 @@ def test_refusal_is_of_the_documented_kind() -> None:
     assert issubclass(UnsupportedOption, ValueError)
 
 
+@pytest.mark.slow
 def test_numbers_have_the_type_of_the_option_and_not_of_its_present_value(tmp_path: Path) -> None:
     seen = []
 
@@ -561,6 +569,7 @@ def test_the_ends_of_trials_are_recorded(tmp_path: Path) -> None:
     assert token.encode() not in (tmp_path / "study.db").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_stored_study_with_another_space(tmp_path: Path) -> None:
     def space(*names: str) -> Any:
         return lambda trial: {"optim": trial.suggest_categorical("optim", names)}
@@ -595,6 +604,7 @@ def test_a_failed_trial_is_freed_before_the_next(tmp_path: Path, caplog: pytest.
     assert len(models) == 3
 
 
+@pytest.mark.slow
 def test_a_folder_with_the_characters_of_urls(tmp_path: Path) -> None:
     folder = tmp_path / "what? 100%20 #{x}"
     for _ in range(2):

@@ -14,6 +14,8 @@ from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.optim.optimizers import undecayed_variables
 from paceline.tensorflow.optim.schedules import StepSchedule
 
+pytestmark = pytest.mark.slow
+
 X, CLASS = make_data(12)
 Y = np.sin(X[:, :1])
 # what an optimizer of compile() leaves room for

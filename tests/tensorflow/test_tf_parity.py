@@ -99,6 +99,7 @@ def make_task(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     return model, TensorTransformer(copy), {"tokens": tokens, "labels": labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "transformer"])
 def test_both_sides_agree(tmp_path: Path, kind: str) -> None:
     ours, theirs, columns = make_task(kind)

@@ -37,6 +37,7 @@ def numbers(trainer: TFTrainer) -> list[Any]:
     return [losses(trainer), norms, weights(trainer.model), predicted.predictions, predicted.metrics["test_loss"]]
 
 
+@pytest.mark.slow
 def test_replicas_and_accumulation_change_nothing(tmp_path: Path, mirrored: Any) -> None:
     """26 samples in updates of 8: the last has 2, which two replicas and four micro-batches cannot share evenly."""
     cuts = {
@@ -150,6 +151,7 @@ def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> Non
     assert made.state.global_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp16", pytest.param("xla", marks=pytest.mark.slow)])
 def test_precision_and_compilation(tmp_path: Path, name: str, mirrored: Any) -> None:
     plain = train(tmp_path / "plain")

@@ -146,10 +146,10 @@ def test_what_cannot_be_traced_again_is_said_and_left(tmp_path: Path, caplog: py
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "mirrored"},
+        pytest.param({"strategy": "mirrored"}, marks=pytest.mark.nightly),
         {"strategy": "mirrored", "gradient_accumulation_steps": 2, "optim": "adamw_torch"},
         {"callbacks": [Listener], "gradient_accumulation_steps": 2},
-        {"xla": True},
+        pytest.param({"xla": True}, marks=pytest.mark.nightly),
         {"auto_find_batch_size": True, "per_device_train_batch_size": 8},
     ],
     ids=["replicas", "replicas, accumulated", "heard", "xla", "in parts"],

@@ -50,8 +50,8 @@ COMPARED = {
 }
 # one of each library and kind of training; the others run at night
 OFTEN = (
-    *("sft", "sft with lora", "dpo", "reward", "grpo", "distillation"),
-    *("bi-encoder", "cross-encoder", "setfit", "lora"),
+    *("sft with lora", "dpo", "reward", "grpo"),
+    *("bi-encoder", "cross-encoder", "setfit"),
 )
 # jobs with dropout, killed and gone on with
 RESUMED = {

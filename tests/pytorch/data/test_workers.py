@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow_but
 from torch.utils.data import get_worker_info
 from worker_streams import (
     Images,
@@ -64,7 +65,7 @@ def test_generators_are_put_back() -> None:
     assert (random.random(), float(np.random.rand()), torch.rand(3).tolist()) == drawn[:3]
 
 
-@pytest.mark.parametrize("reads_many", [False, True])
+@pytest.mark.parametrize("reads_many", slow_but([True], [False, True]))
 def test_augmentation_depends_on_neither_workers_nor_prefetching(reads_many: bool) -> None:
     dataset = Images(22, reads_many=False)
     expected = run_epochs(feed_of(dataset, arguments(1)), range(2))
@@ -115,7 +116,7 @@ def test_another_number_of_workers_and_batch_size_on_resume() -> None:
 
 
 @pytest.mark.parametrize("kind", [Stream, SharedStream, StatefulStream])
-@pytest.mark.parametrize("size", [23, 32])
+@pytest.mark.parametrize("size", slow_but([23], [23, 32]))
 def test_streams_are_shared_out_once(kind: Any, size: int) -> None:
     first = run_epochs(feed_of(kind(size), arguments(2)), range(2))
     assert sorted(ids_of(first[0])) == list(range(size))

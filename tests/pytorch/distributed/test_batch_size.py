@@ -51,6 +51,7 @@ def test_refusals() -> None:
         find_executable_batch_size(lambda size: size)
 
 
+@pytest.mark.slow
 def test_the_sizes_are_those_of_the_reference() -> None:
     theirs = pytest.importorskip("transformers").trainer_utils.find_executable_batch_size
     pytest.importorskip("accelerate")

@@ -52,6 +52,7 @@ def check_case(found: Found, case: memory_job.Case, alone: dict[str, Any]) -> No
     assert [each[case]["failures"] for each in found] == [0, 2 if case[0] == "tp" else 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", memory_job.FEW)
 def test_both_go_on_with_smaller_micro_batches(few: Found, case: memory_job.Case, alone: dict[str, Any]) -> None:
     check_case(few, case, alone)

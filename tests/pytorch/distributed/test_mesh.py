@@ -1,6 +1,6 @@
 """Models in a mesh of processes (tensor parallel, sharded beside it): numbers, checkpoints, and what is refused.
 
-With PACELINE_WRITE_DOCS=1 the slow tests write the tables of docs/invariance.md on models with attention.
+With PACELINE_WRITE_DOCS=1 the nightly test writes the tables of docs/invariance.md on models with attention.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_places_from_the_first_token_and_texts_in_one_row(tmp_path: Path, of_two
         check_same([found[name] for found in of_two[1][said]], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_mesh_and_the_tables_of_the_docs(tmp_path: Path, of_two: Runs, of_four: Runs) -> None:
     found, matrix = {**of_two[1], **of_four[1]}, Matrix(HEADING, COLUMNS)
     for name in mesh_job.FEW:
@@ -113,7 +113,7 @@ def test_a_run_is_resumed_bit_for_bit(of_two: Runs) -> None:
         assert whole["loss"][4:] == resumed["loss"][4:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_in_another_mesh_and_back_on_one(tmp_path: Path, of_two: Runs, of_four: Runs) -> None:
     folder, found = of_four
     expected = of_two[1]["tp=2@start"][0]

@@ -1,8 +1,8 @@
 """The numbers of a run do not depend on how many processes make it: weights, losses, norms, evaluations, predictions.
 
 One start of real processes (gloo) goes through all scenarios of `tests/support/shared_job.py`; each is compared with
-the same global batch on one process. With PACELINE_WRITE_DOCS=1 the slow test writes its tables of docs/invariance.md;
-`test_mesh.py` writes those of models with attention, and `test_xla.py` those of XLA devices.
+the same global batch on one process. With PACELINE_WRITE_DOCS=1 the nightly test writes its tables of
+docs/invariance.md; `test_mesh.py` writes those of models with attention, and `test_xla.py` those of XLA devices.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ COLUMNS = [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp+offload", 2), ("hsdp", 4)
 COLUMNS += [("tp", 2), ("tp+fsdp", 4)]
 COLUMNS += [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 2), ("1f1b+ddp", 4)]
 COLUMNS += [("zero2", 2), ("zero3", 2)]
+OFTEN = ("ddp", "fsdp", "tp", "1f1b", "zero3")  # one of each kind
 
 
 def results_of(folder: Path, size: int, *engines: str) -> dict[str, list[dict[str, Found]]]:
@@ -38,9 +39,11 @@ def results_of(folder: Path, size: int, *engines: str) -> dict[str, list[dict[st
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Found]]]:
-    return results_of(tmp_path_factory.mktemp("two"), 2, "ddp", "fsdp")
+    return results_of(tmp_path_factory.mktemp("two"), 2, *OFTEN)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", shared_job.SCENARIOS)
 def test_two_processes(tmp_path: Path, of_two: dict[str, list[dict[str, Found]]], name: str) -> None:
     one = shared_job.SCENARIOS[name](tmp_path, 1)
@@ -48,7 +51,7 @@ def test_two_processes(tmp_path: Path, of_two: dict[str, list[dict[str, Found]]]
         check_same([found[name] for found in several], one)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # DeepSpeed compiles a part of itself when it is used for the first time
 def test_every_engine_and_the_tables_of_the_docs(tmp_path: Path) -> None:
     by_size: dict[int, list[str]] = {}

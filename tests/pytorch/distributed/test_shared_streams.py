@@ -7,14 +7,16 @@ from pathlib import Path
 
 import processes
 import pytest
+from cases import slow_but
 from stream_jobs import NUM_SAMPLES
+
+CASES = [(kind, "") for kind in ("plain", "stateful", "shared", "shared_stateful")]
+CASES += [("plain", "begin"), ("stateful", "end")]
+OFTEN = [("plain", ""), ("shared_stateful", ""), ("stateful", "end")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "dispatched"),
-    [("plain", ""), ("stateful", ""), ("shared", ""), ("shared_stateful", ""), ("plain", "begin"), ("stateful", "end")],
-)
+@pytest.mark.parametrize(("kind", "dispatched"), slow_but(OFTEN, CASES, pytest.mark.nightly))
 def test_every_sample_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, dispatched: str) -> None:
     """2 -> 1 -> 2 processes within one epoch: each sample is trained on once, 6 in each update.
 

@@ -31,6 +31,7 @@ def of_two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", token_job.BUDGETS)
 def test_two_resume_to_the_same_bits(of_two: list[dict[str, Any]], name: str) -> None:
     for result in of_two:

@@ -8,6 +8,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from cases import slow_but
 
 from paceline import TrainingArguments
 from paceline.args.plan import resolve
@@ -87,7 +88,7 @@ def test_who_is_late_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", slow_but([1], [0, 1], pytest.mark.nightly))
 def test_who_is_stopped_is_named_and_the_other_ends_when_its_time_is_up(tmp_path: Path, rank: int) -> None:
     """The first process serves the store, too: nobody waits for what it would have said."""
     started = processes.start("late_job.py", 2, str(tmp_path), str(rank), "stop")

@@ -53,6 +53,7 @@ def test_no_size_above_the_data(tmp_path: Path) -> None:
     assert found.largest == 40
 
 
+@pytest.mark.slow
 def test_nothing_remains_of_it(tmp_path: Path) -> None:
     runs = []
     for is_searched in (False, True):
@@ -83,6 +84,7 @@ def test_the_fastest_is_the_smallest_that_is_about_as_fast() -> None:
     assert batch_search.result_of(trials[-1:]) == BatchSearch((trials[-1],), None, None)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_search_ends_before_memory_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in doctor_job.CASES if not name.startswith("wrong")])
 def test_a_sound_run_raises_no_alarm(name: str, found: dict[str, dict[str, list[str]]]) -> None:
     assert found[name]["errors"] == []
@@ -27,6 +28,7 @@ def test_a_sound_run_raises_no_alarm(name: str, found: dict[str, dict[str, list[
     assert found[name]["is_unchanged"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in doctor_job.CASES if name.startswith("wrong")])
 def test_a_wrong_gradient_is_found(name: str, found: dict[str, dict[str, list[str]]]) -> None:
     assert [text for text in found[name]["errors"] if text.startswith("parallel gradient: the gradient of 2 processes")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from small_models import losses, make_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional
@@ -128,7 +129,7 @@ def check(folder: Path, **options: Any) -> Any:
     return whole, parts
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("name", slow_but(ON_CPU[::2], ON_CPU, pytest.mark.nightly))
 def test_it_learns_and_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     needs(name)
     check(tmp_path, **options_for(name))

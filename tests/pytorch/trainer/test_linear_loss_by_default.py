@@ -192,6 +192,7 @@ def test_each_training_checks_anew(tmp_path: Path) -> None:
     assert trainer.objective.linear_loss.is_right is True
 
 
+@pytest.mark.slow
 def test_two_processes_decide_alike(tmp_path: Path) -> None:
     processes.run("linear_loss_job.py", 2, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from small_models import losses, weights
 
 import paceline
@@ -71,9 +72,7 @@ def make(library: Any, folder: Path, name: str, **options: Any) -> Any:
         )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, FAMILIES))
 def test_the_losses_of_the_reference(tmp_path: Path, name: str) -> None:
     rows = []
     for library in (transformers, paceline):
@@ -86,7 +85,7 @@ def test_the_losses_of_the_reference(tmp_path: Path, name: str) -> None:
             assert found.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=2e-3), (key, expected, found)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(QUICK, FAMILIES))
 def test_trained_saved_loaded_resumed(tmp_path: Path, name: str) -> None:
     whole = make(paceline, tmp_path / "whole", name)
     whole.train()

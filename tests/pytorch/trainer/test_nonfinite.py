@@ -357,7 +357,7 @@ def without_poison(model: Recording, accumulation: int) -> list[dict[str, Tensor
 
 @pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", slow_but([0], [0, 2]))
 @pytest.mark.parametrize("kind", ["list", "stream"])
 def test_rollback_is_as_if_the_window_had_not_been(
     tmp_path: Path, kind: str, num_workers: int, accumulation: int, schedule: str

@@ -45,11 +45,13 @@ def test_a_mesh_cuts_what_its_plan_names(tmp_path: Path) -> None:
     assert found.parameters == 4 * (cut // 2 + other)
 
 
+@pytest.mark.slow
 def test_buckets_of_replicas_are_counted(tmp_path: Path) -> None:
     found = planned(tmp_path, 2, "ddp").memory
     assert found.by_kind["buckets"] == found.gradients == found.parameters
 
 
+@pytest.mark.slow
 def test_gradients_stay_whole_between_micro_batches(tmp_path: Path) -> None:
     found = [planned(tmp_path, 2, name).memory for name in ("fsdp", "fsdp, accumulation")]
     assert found[1].peak > found[0].peak + found[0].gradients // 2

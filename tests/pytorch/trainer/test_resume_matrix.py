@@ -294,18 +294,13 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 FAST = (
     "in the middle, twice",
-    "at the ends of epochs",
     "much accumulation",
     "by length",
     "workers",
     "stream",
     "the best model",
-    "saved now and then",
     "half precision with a scaler",
-    "muon",
-    "a tagger, shuffled",
     "gpt2, shuffled",
-    "a part of an epoch",
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow_but
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_models import RecordGradient, Tagger, losses, make_trainer, tagging, weights
@@ -207,7 +208,7 @@ def splits(draw: Any, num_updates: int) -> list[Split]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(split=splits(1))
 def test_the_first_gradient_in_double_precision(protocol: str, split: list[Split]) -> None:
     whole = run_whole(1, protocol, torch.float64)
@@ -235,7 +236,7 @@ def test_the_first_gradient_of_a_mean_over_samples(protocol: str, split: list[Sp
     assert found[1] == pytest.approx(whole[1], rel=1e-10)
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", slow_but(LONG, PROTOCOLS))
 @settings(max_examples=2, deadline=None)
 @given(split=splits(1))
 def test_the_first_gradient_in_half_precision_with_a_scaler(protocol: str, split: list[Split]) -> None:

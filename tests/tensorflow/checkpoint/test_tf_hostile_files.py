@@ -63,6 +63,7 @@ def damaged(data: st.DataObject, content: bytes, name: str) -> bytes:
     return json.dumps(values).encode()
 
 
+@pytest.mark.slow
 @settings(
     max_examples=6,
     deadline=None,

@@ -17,6 +17,8 @@ from paceline.tensorflow.checkpoint.variables import CheckpointError
 from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.optim.averages import make_averages
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {
     "max_steps": 6, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2, "learning_rate": 0.05,
     "eval_strategy": "steps", "eval_steps": 3,

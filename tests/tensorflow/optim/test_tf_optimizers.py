@@ -248,6 +248,7 @@ def test_a_rate_that_rises_while_the_evaluations_get_better(tmp_path: Path) -> N
         make_trainer(tmp_path / "wrong", make_model(), make_data(8), **options).train()
 
 
+@pytest.mark.slow
 def test_a_rate_that_follows_the_evaluations(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
