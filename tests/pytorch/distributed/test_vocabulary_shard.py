@@ -24,7 +24,7 @@ def check(case: str, plain: dict[str, Any], chunked: dict[str, Any]) -> None:
 def check_by_default(found: dict[str, list[dict[str, Any]]], rank: int) -> None:
     for case, (plain, chunked) in found.items():
         check(case, plain, chunked)
-        takes_logits = case == "soft-capped" or case.startswith("one process")
+        takes_logits = case.startswith("one process")
         assert (chunked["by_chunks"] is True) is not takes_logits or rank > 1, case
         assert plain["num_logits"] > CHECKED_ROWS, case
         assert takes_logits or chunked["num_logits"] <= CHECKED_ROWS, case
@@ -54,7 +54,6 @@ def test_the_numbers_are_those_of_the_logits(tmp_path: Path) -> None:
         assert (read["is_lazy False"], read["is_lazy True"]) == (False, True)
         for name in ("logits", "gradient"):
             torch.testing.assert_close(read[f"{name} True"], read[f"{name} False"], rtol=1e-4, atol=1e-5)
-        assert "linear_cross_entropy=True is not possible: the classes are split over processes" in read["refused"]
     for rank, found in enumerate(ranks):
         check_by_default(found["auto"], rank)
 

@@ -7,15 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.pytorch.model.linear_cross_entropy import (
-    Cast,
-    CrossEntropy,
-    Head,
-    Scale,
-    Shift,
-    Squash,
-    linear_cross_entropy,
-)
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from paceline.pytorch.model.linear_head import Cast, Head, Scale, Shift, Squash
 
 ROWS, FEATURES, CLASSES = 13, 6, 17
 SOFTCAP = (Scale(1 / 3.0), Squash(), Scale(3.0))

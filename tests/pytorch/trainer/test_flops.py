@@ -16,7 +16,8 @@ from paceline import TrainerCallback
 from paceline.args.errors import UnsupportedOption
 from paceline.pytorch import flops
 from paceline.pytorch.flops import FlopMeter, OperationCounter, check_countable, peak_of, precision_of
-from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, Head, linear_cross_entropy
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from paceline.pytorch.model.linear_head import Head
 
 
 class OneLayer(nn.Module):

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from paceline import Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
 from paceline.pytorch.model import linear_loss, token_sums
-from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, Head, Scale, Squash, linear_cross_entropy
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from paceline.pytorch.model.linear_head import Head, Scale, Squash
 from paceline.pytorch.model.token_sums import TokenSums
 
 BOTH = {"log_token_metrics": True, "z_loss_weight": 0.01}

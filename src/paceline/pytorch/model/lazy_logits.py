@@ -20,16 +20,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from paceline.pytorch.model.lazy_scopes import as_outside_of_dispatch, is_checkpointed, without_saved_tensor_hooks
-from paceline.pytorch.model.linear_cross_entropy import (
-    Cast,
-    CrossEntropy,
-    Head,
-    Scale,
-    Shift,
-    Squash,
-    Step,
-    linear_cross_entropy,
-)
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from paceline.pytorch.model.linear_head import Cast, Head, Scale, Shift, Squash, Step
 from paceline.pytorch.model.token_sums import TokenSums
 from paceline.pytorch.model.vocabulary_shard import Readers
 

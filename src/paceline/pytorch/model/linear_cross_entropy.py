@@ -6,7 +6,7 @@ as without chunks, and stores one gradient of the shape of the weights between t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.pytorch.model.linear_head import Adapter, Cast, Head, Scale, Shift, Squash, Step, split
 from paceline.pytorch.model.token_sums import TokenSums
 from paceline.pytorch.model.vocabulary_shard import Shard
 
@@ -23,148 +24,6 @@ CHUNK_BYTES = 2**25
 CHUNK_BYTES_ON_DEVICE = 2**28
 MIN_CHUNK_ROWS = 16  # limits the number of chunks, each of which reads and writes the gradient of the weights
 HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Multiplies the logits."""
-
-    factor: float
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits * self.factor
-
-
-@dataclass(frozen=True, eq=False)
-class Shift:
-    """Adds a number, or one number per class, `(num_classes,)`, to the logits."""
-
-    offset: Tensor
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits + self.offset
-
-
-@dataclass(frozen=True)
-class Squash:
-    """Applies the hyperbolic tangent, as in soft-capped logits."""
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return torch.tanh(logits)
-
-
-@dataclass(frozen=True)
-class Cast:
-    """Converts to a dtype. This has no effect on chunks, which are computed in float32 or float64."""
-
-    dtype: torch.dtype
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits.to(self.dtype)
-
-
-Step = Scale | Shift | Squash | Cast
-
-
-@dataclass(frozen=True, eq=False)
-class Adapter:
-    """A low-rank addition to the logits, with inputs of its own.
-
-    Attributes:
-        weight: `(num_classes, rank)`.
-        scaling: factor of its product.
-    """
-
-    weight: Tensor
-    scaling: float
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """The linear layer, and the operations between it and the loss.
-
-    With adapters, each row holds the inputs of the layer and then those of each adapter.
-
-    Attributes:
-        weight: `(num_classes, num_features)`.
-        bias: `(num_classes,)`, or None.
-        autocast: the dtype of the matrix product under autocast; None: the dtype of the tensors.
-        steps: elementwise operations on the logits, in order.
-        adapters: low-rank additions to the layer's outputs.
-        shard: the classes of the weight and the bias, if other processes have more; None: they are all.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    autocast: torch.dtype | None = None
-    steps: tuple[Step, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
-    shard: Shard | None = None
-
-    @property
-    def num_classes(self) -> int:
-        """Returns the number of classes, of all processes."""
-        return self.weight.shape[0] if self.shard is None else self.shard.num_classes
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """Returns the weight, the bias, and the weights of the adapters."""
-        return [self.weight, self.bias, *(adapter.weight for adapter in self.adapters)]
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Head:
-        """Returns the same head with other tensors, in the order of `tensors`."""
-        weight, bias, *rest = tensors
-        assert weight is not None
-        pairs = zip(self.adapters, rest, strict=True)
-        adapters = tuple(replace(adapter, weight=each) for adapter, each in pairs if each is not None)
-        return replace(self, weight=weight, bias=bias, adapters=adapters)
-
-    def detached(self) -> Head:
-        """Returns the same head without gradients."""
-        return self.with_tensors([None if each is None else each.detach() for each in self.tensors])
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """Returns the logits of `rows`, `(..., num_classes)`, computed by torch's operations."""
-        with torch.autocast(rows.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            found = self._outputs(rows) if self.adapters else functional.linear(rows, self.weight, self.bias)
-        if self.shard is not None:
-            found = self.shard.gather(found)
-        for step in self.steps:
-            found = step(found)
-        return found
-
-    def gradients(
-        self, rows: Tensor, function: Callable[[Tensor, Head], Tensor], slope: Tensor, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Returns the gradients of a function of the rows and this head, as nodes of the graph.
-
-        Args:
-            rows: the inputs of the layer.
-            function: `(rows, head) -> result`.
-            slope: gradient of the result.
-            needs: flags of the rows and of each tensor: a gradient is needed.
-        """
-        # aliases: the rows may depend on the same weight, as with tied embeddings
-        alias, *tensors = [None if each is None else each.view_as(each) for each in (rows, *self.tensors)]
-        assert alias is not None
-        result = function(alias, self.with_tensors(tensors))
-        flagged = list(zip((alias, *tensors), needs, strict=True))
-        wanted = [each for each, need in flagged if each is not None and need]
-        found = iter(torch.autograd.grad(result, wanted, slope.to(result.dtype), create_graph=True))
-        return [next(found) if each is not None and need else None for each, need in flagged]
-
-    def _outputs(self, rows: Tensor) -> Tensor:
-        weights = [self.weight, *(adapter.weight for adapter in self.adapters)]
-        parts = [part.to(weight.dtype) for part, weight in zip(split(rows, weights), weights, strict=True)]
-        base = total = functional.linear(parts[0], self.weight, self.bias)
-        for part, adapter in zip(parts[1:], self.adapters, strict=True):
-            total = total + functional.linear(part, adapter.weight) * adapter.scaling
-        return total.to(base.dtype)
-
-
-def split(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the inputs of each weight, `(..., columns of the weight)`, as views of the rows."""
-    return torch.split(rows, [weight.shape[1] for weight in weights], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,12 +106,6 @@ def linear_cross_entropy(
     job = _Job(head.autocast, head.steps, loss, size, scalings, sums, head.shard)
     found: Tensor = _Chunked.apply(rows, targets, job, *head.tensors)  # type: ignore[no-untyped-call]
     return found
-
-
-def goes_with_shards(head: Head, loss: CrossEntropy) -> bool:
-    """Returns True if a loss can be computed in chunks of a head whose classes are split over processes."""
-    is_squashed = any(isinstance(step, Squash) for step in head.steps)
-    return loss.weight is None and not is_squashed
 
 
 def default_chunk_rows(num_classes: int, device: torch.device) -> int:
@@ -437,18 +290,35 @@ class _Job:
         """Returns the losses of a chunk, and the gradient of the sum of `factors * losses` with respect to the linear
         layer's outputs. Overwrites the logits.
         """
-        if self.loss.weight is not None or any(isinstance(step, Squash) for step in self.steps):
+        is_squashed = any(isinstance(step, Squash) for step in self.steps)
+        if self.shard is None and (self.loss.weight is not None or is_squashed):
             return self._row_losses_by_autograd(logits, targets, factors)
-        scale = 1.0
+        derivative = self._apply_steps(logits)
+        scale = derivative if isinstance(derivative, float) else 1.0
+        if self.shard is None:
+            return self._row_losses_in_place(logits, targets, factors, scale)
+        losses, slopes = self._row_losses_of_shard(self.shard, logits, targets, factors, scale)
+        if slopes is not None and isinstance(derivative, Tensor):
+            slopes.mul_(derivative)
+        return losses, slopes
+
+    def _apply_steps(self, logits: Tensor) -> float | Tensor:
+        """Applies the operations between the layer and the loss, in place.
+
+        Returns:
+            Their derivative: one number if they are linear, else a tensor of the logits' shape.
+        """
+        derivative: float | Tensor = 1.0
         for step in self.steps:
             if isinstance(step, Scale):
-                scale *= step.factor
                 logits.mul_(step.factor)
+                derivative = derivative * step.factor
             elif isinstance(step, Shift):
                 logits.add_(step.offset if self.shard is None else self.shard.own(step.offset, logits.shape[1]))
-        if self.shard is not None:
-            return self._row_losses_of_shard(self.shard, logits, targets, factors, scale)
-        return self._row_losses_in_place(logits, targets, factors, scale)
+            elif isinstance(step, Squash):
+                logits.tanh_()
+                derivative = (1 - logits.square()).mul_(derivative)
+        return derivative
 
     def _row_losses_in_place(
         self, logits: Tensor, targets: Tensor, factors: Tensor | None, scale: float
@@ -482,17 +352,20 @@ class _Job:
     def _row_losses_of_shard(
         self, shard: Shard, logits: Tensor, targets: Tensor, factors: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the losses of a chunk, and the gradient for the logits of this process's classes. A collective."""
+        """Returns the losses of a chunk, and the gradient with respect to the logits of this process's classes.
+
+        A collective.
+        """
         kept = (targets != self.loss.ignore_index).unsqueeze(1)
+        weights = _ShardWeights.of(self.loss, shard, targets, logits)
         index = targets.unsqueeze(1) - shard.start
         is_own = kept & (index >= 0) & (index < logits.shape[1])
         index = torch.where(is_own, index, 0)
-        smoothing = self.loss.label_smoothing
         own_maximum, best = logits.max(1, keepdim=True)
         maximum = shard.largest(own_maximum.clone())
         shifted = logits.sub_(maximum)
         picked = shifted.gather(1, index).masked_fill_(~is_own, 0)
-        total = shifted.sum(1, keepdim=True) if smoothing else picked
+        total = weights.sum_of(shifted) if weights.smoothing else picked
         powers = shifted.exp_()
         picked, total, sums = shard.summed(torch.stack([picked, total, powers.sum(1, keepdim=True)]))
         if self.sums is not None:
@@ -500,17 +373,19 @@ class _Job:
             entropies = shard.summed(torch.special.entr(powers).sum(1, keepdim=True)) / sums + sums.log()
             columns = (kept, first == targets.unsqueeze(1), entropies, sums.log() - picked, sums.log() + maximum)
             self.sums.add(*(column.squeeze(1) for column in columns))
-        wanted = torch.lerp(picked, total / shard.num_classes, smoothing) if smoothing else picked
         normalizers = sums.log() + maximum
-        losses = sums.log() - wanted + self.loss.z_weight * normalizers.square()
+        losses = weights.total * sums.log() - weights.target * picked
+        if weights.smoothing:
+            losses = losses - weights.smoothing * total
+        losses = losses + self.loss.z_weight * weights.row * normalizers.square()
         losses = losses.masked_fill_(~kept, 0).squeeze(1)
         if factors is None:
             return losses, None
         factor = (factors.unsqueeze(1).to(logits.dtype) * scale).masked_fill(~kept, 0)
-        slopes = powers.mul_(factor * (1 + 2 * self.loss.z_weight * normalizers) / sums)
-        if smoothing:
-            slopes.sub_(factor * (smoothing / shard.num_classes))
-        return losses, slopes.scatter_add_(1, index, factor * (smoothing - 1) * is_own)
+        slopes = powers.mul_(factor * (weights.total + 2 * self.loss.z_weight * weights.row * normalizers) / sums)
+        if weights.smoothing:
+            slopes.sub_(factor * weights.smoothing * weights.classes)
+        return losses, slopes.scatter_add_(1, index, factor * -weights.target * is_own)
 
     def _row_losses_by_autograd(
         self, logits: Tensor, targets: Tensor, factors: Tensor | None
@@ -530,6 +405,44 @@ class _Job:
                 return losses, None
             (slopes,) = torch.autograd.grad(losses, logits, factors.to(dtype))
         return losses.detach(), slopes
+
+
+@dataclass(frozen=True, eq=False)
+class _ShardWeights:
+    """Weights of the negative log-probabilities whose sum is the loss of a row, with label smoothing and class weights.
+
+    Attributes:
+        row: weight of the target's class, `(N, 1)`, or 1.0 without class weights.
+        target: weight of the target's log-probability without its share of the smoothing; as `row`.
+        classes: weights of this process's classes, `(num_local_classes,)`, or 1.0.
+        smoothing: factor of `classes`; 0 without label smoothing.
+        total: sum of all weights of a row; as `row`.
+    """
+
+    row: float | Tensor
+    target: float | Tensor
+    classes: float | Tensor
+    smoothing: float
+    total: float | Tensor
+
+    @classmethod
+    def of(cls, loss: CrossEntropy, shard: Shard, targets: Tensor, logits: Tensor) -> _ShardWeights:
+        """Returns the weights for N targets and the logits of this process's classes."""
+        row: float | Tensor = 1.0
+        classes: float | Tensor = 1.0
+        mean: float | Tensor = 1.0
+        if loss.weight is not None:
+            every = loss.weight.to(logits.dtype)
+            row = loss.row_weights(targets).to(logits.dtype).unsqueeze(1)
+            classes, mean = shard.own(every, logits.shape[1]), every.mean()
+        target = (1 - loss.label_smoothing) * row
+        total = target + loss.label_smoothing * mean
+        return cls(row, target, classes, loss.label_smoothing / shard.num_classes, total)
+
+    def sum_of(self, logits: Tensor) -> Tensor:
+        """Returns the sum of each row's logits times the weights of their classes, `(N, 1)`."""
+        weighted = logits * self.classes if isinstance(self.classes, Tensor) else logits
+        return weighted.sum(1, keepdim=True)
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor, factor: float) -> None:

@@ -29,10 +29,9 @@ from paceline.pytorch.model.linear_cross_entropy import (
     CHUNK_BYTES,
     CHUNK_BYTES_ON_DEVICE,
     CrossEntropy,
-    Head,
-    goes_with_shards,
     linear_cross_entropy,
 )
+from paceline.pytorch.model.linear_head import Head
 from paceline.pytorch.model.lora_head import (
     adapt,
     copy_in_use,
@@ -318,9 +317,6 @@ class LinearLoss:
 
     def _permits(self, rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> bool:
         """Returns True if a loss may be computed in chunks; the first loss is checked on some of its rows."""
-        if head.shard is not None and not goes_with_shards(head, loss):
-            self._refuse("the classes are split over processes, and the loss has class weights or soft-capped logits")
-            return False
         if self.is_right is None:
             difference = compare(rows, targets, head, loss)
             if difference is None:

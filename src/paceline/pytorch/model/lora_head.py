@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.pytorch.model.linear_cross_entropy import Adapter
+from paceline.pytorch.model.linear_head import Adapter
 
 
 def is_lora(module: object) -> bool:
