@@ -1,16 +1,9 @@
-"""The session of a Trainer with training phases: it begins each phase between two epochs.
-
-A phase differs from the one before it in the parameters that are trained, in the optimizer's settings and in the data.
-It is one run nevertheless: one loop, one log, one optimizer. The last epoch of a phase ends with it, and the next phase
-begins before the next epoch. The position among the phases is the state of a callback, so that a checkpoint has it.
-"""
+"""The session of a Trainer with training phases: it begins each phase between two epochs."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,61 +16,32 @@ from paceline.args.plan import Plan, resolve_update
 from paceline.core.contracts import Hooks, Notifying
 from paceline.core.loop import Loop
 from paceline.core.methods import is_ours
-from paceline.core.outputs import TrainOutput
-from paceline.core.phases.lengths import PhaseLengths
-from paceline.core.phases.objects import PhaseCallbacks, loaded
-from paceline.core.phases.progress import STATE, PhaseProgress
+from paceline.core.phases import session as shared
 from paceline.pytorch import session
 from paceline.pytorch.checkpoint.resume_state import read_progress
 from paceline.pytorch.data.loading import StatefulDataIterator, loader_length
 from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.optim import phased
 from paceline.pytorch.optim.schedulers import get_scheduler
 from paceline.pytorch.session import Run
 from paceline.pytorch.validation import read_model
 
-logger = logging.getLogger(__name__)
-
 PARALLEL = (None, "ddp", "fsdp")
 
 
-class PhasedSession(session.Session):
+class PhasedSession(shared.PhasedSession[Run, TrainerMembers], session.Session):
     """The session of a Trainer with `phases`."""
 
-    progress: PhaseProgress | None = None
-    loop: Loop | None = None
-    phases: Sequence[Phase] = ()
-    plan: Plan
     optimizer_phases: phased.PhasedOptimizer | None = None
     schedule: phased.PhasedSchedule
     members: Sequence[phased.Member] = ()
-    lengths: PhaseLengths
-    callbacks: PhaseCallbacks
-    max_steps = 0
-    changes_loss = False
-
-    def train(
-        self, folder: Path, resume: str | bool | None, trial: object = None, ignore_keys: list[str] | None = None
-    ) -> TrainOutput:
-        try:
-            return super().train(folder, resume, trial, ignore_keys)
-        finally:
-            self.leave()
 
     def leave(self) -> None:
-        """Ends the phases: parameters, optimizer and callbacks are as before the run."""
-        progress, self.progress = self.progress, None
-        if progress is None:
-            return
-        self.callbacks.remove()
-        self.callback_handler.remove_callback(progress)
-        for member in self.members:
-            member.parameter.requires_grad_(True)
-        if self.optimizer_phases is not None:
-            self.optimizer_phases.end()
-        if self.changes_loss:
-            self.use_loss(self.own_loss)
-        self.state.phase = None
+        if self.progress is not None:
+            for member in self.members:
+                member.parameter.requires_grad_(True)
+        super().leave()
 
     # ---- before the first step
 
@@ -90,7 +54,7 @@ class PhasedSession(session.Session):
                 "phases with a learning-rate schedule of your own are not supported: set lr_scheduler_type of each "
                 "phase, and leave optimizers=(..., scheduler) and create_scheduler out."
             )
-        self.phases = [loaded(phase) for phase in self.options.phases]
+        self.load_phases()
         for phase in self.phases:
             if phase.changes_data and not is_ours(facade.get_train_dataloader):
                 raise UnsupportedOption(
@@ -107,39 +71,17 @@ class PhasedSession(session.Session):
                     f"phases[{phase.name!r}] has a loss of its own, and compute_loss is overridden, which computes it: "
                     "leave one of them out."
                 )
-        self.changes_loss = any(phase.loss is not None for phase in self.phases)
-        self.own_loss = facade.compute_loss_func
         self.makes_optimizer = self.optimizer is None
         phased.find_members(self.model, self.phases)  # wrong patterns raise before anything is read
-        self.progress = PhaseProgress(self.phases)
-        self.callbacks = PhaseCallbacks(self, self.phases, self.progress)
-        self.callback_handler.add_callback(self.progress)
+        self.start_phases()
 
-    @contextmanager
-    def within_phase(self, index: int) -> Iterator[None]:
-        """Gives the facade the arguments and the data of a phase, while entered."""
-        facade, phase = self.facade, self.phases[index]
-        before = self.args, facade.train_dataset, facade.data_collator
-        changes: dict[str, Any] = {**phase.options(), "phases": None}
-        if self.max_steps:
-            changes["max_steps"] = self.max_steps
-        self.args = replace(self.args, **changes)
-        if phase.train_dataset is not None:
-            facade.train_dataset = phase.train_dataset
-        if phase.data_collator is not None:
-            facade.data_collator = phase.data_collator
-        try:
-            yield
-        finally:
-            self.args, facade.train_dataset, facade.data_collator = before
+    def arguments_of(self, phase: Phase, changes: Mapping[str, Any]) -> Any:
+        return replace(self.args, **changes)
 
     def open_data(self, checkpoint: Path | None) -> tuple[StatefulDataIterator, Plan]:
         progress = self.running_progress
         saved = (read_progress(checkpoint) or {}) if checkpoint is not None else {}
-        if STATE in (saved.get("callbacks") or {}):
-            progress.load_state_dict(saved["callbacks"][STATE])
-        elif checkpoint is not None:
-            logger.warning("%s was written without phases: the run goes on in its first phase.", checkpoint)
+        self.restore_progress(saved, checkpoint)
         self.check_processes(saved)
         # the epochs of all phases are counted in steps of this size, before the data of one of them is opened
         self.resumed_batch_size = super().find_batch_size(checkpoint)
@@ -152,12 +94,6 @@ class PhasedSession(session.Session):
         feed.before_epoch = self.advance_phase
         self.feed, self.plan = feed, self.lengths.with_notes(plan)
         return feed, self.plan
-
-    @property
-    def running_progress(self) -> PhaseProgress:
-        """The progress of the run in progress."""
-        assert self.progress is not None
-        return self.progress
 
     def check_processes(self, saved: Mapping[str, Any]) -> None:
         """Refuses to resume on another number of processes if the batch size differs between the phases."""
@@ -172,7 +108,7 @@ class PhasedSession(session.Session):
         """Returns the plan of a run over a loader; outside of a run, with all phases."""
         if not self.options.phases:  # those of one phase
             return super().make_plan(loader)
-        self.phases = [loaded(phase) for phase in self.options.phases]
+        self.load_phases()
         self.find_lengths()
         with self.within_phase(0):
             plan = super().make_plan(self.facade.get_train_dataloader() if self.phases[0].changes_data else loader)
@@ -181,18 +117,8 @@ class PhasedSession(session.Session):
     def find_batch_size(self, checkpoint: Path | None) -> int | None:
         return self.resumed_batch_size
 
-    def find_lengths(self) -> None:
-        """Finds the optimizer steps of the run, and of an epoch of each phase."""
-        self.max_steps = 0
-        epochs = [self.epoch_length(index) for index in range(len(self.phases))]
-        self.lengths = PhaseLengths(
-            self.phases,
-            epochs,
-            max_steps=self.options.max_steps,
-            num_train_epochs=self.options.num_train_epochs,
-            rises=lambda phase: phase.end.rises(self.options, phase.greater_is_better),
-        )
-        self.max_steps = self.lengths.max_steps
+    def epoch_lengths(self) -> list[int | None]:
+        return [self.epoch_length(index) for index in range(len(self.phases))]
 
     def epoch_length(self, index: int) -> int | None:
         """Returns the optimizer steps in an epoch of a phase; None if the data has no length."""
@@ -219,47 +145,15 @@ class PhasedSession(session.Session):
         self.check_schedules()
         index = self.running_progress.index
         self.begin_training(index)
-        self.callbacks.add(index)
-        if self.changes_loss:
-            self.use_loss(self.phases[index].loss or self.own_loss)
-        self.state.phase = self.phases[index].name
+        self.join_phase(index)
 
     def make_loop(self, run: Run, hooks: Hooks, saves: Notifying) -> Loop:
-        self.loop, self.sync = super().make_loop(run, hooks, saves), run.sync
-        return self.loop
+        self.sync = run.sync
+        return super().make_loop(run, hooks, saves)
 
     # ---- from phase to phase
 
-    def advance_phase(self) -> None:
-        """Begins the next phase before an epoch, if the one in progress has ended."""
-        progress, feed = self.running_progress, self.feed
-        is_within = feed.is_restored and feed.consumed > 0  # resumed in the last epoch of a phase, which must end first
-        if progress.is_ended and not is_within and not progress.is_last:
-            self.begin_phase(progress.index + 1)
-
-    def begin_phase(self, index: int) -> None:
-        """Begins a phase: what is trained, the optimizer's settings, the data, the callbacks."""
-        progress, state = self.running_progress, self.state
-        self.callbacks.end()
-        progress.begin(index, state.global_step)
-        progress.last_step = self.lengths.last_step(progress.index, progress.began)
-        self.begin_training(index)
-        if self.phases[index].changes_data or self.phases[index - 1].changes_data:
-            self.replace_data(index)
-        if self.changes_loss:
-            self.use_loss(self.phases[index].loss or self.own_loss)
-        state.phase = progress.phase.name
-        self.callbacks.begin(index)
-        logger.info(
-            "Phase %s begins after step %d: %s parameters are trained, at a learning rate of up to %g.",
-            progress.phase.name,
-            state.global_step,
-            f"{self.facade.get_num_trainable_parameters():,}",
-            self.schedule.get_last_lr()[0],
-        )
-
     def begin_training(self, index: int) -> None:
-        """Freezes and thaws parameters, and sets the optimizer's settings."""
         for member in self.members:
             member.parameter.requires_grad_(member.is_trained[index])
         self.strategy.follow_trainable(self.strategy.unwrap(self.model))
@@ -267,22 +161,15 @@ class PhasedSession(session.Session):
         self.optimizer_phases.begin(index)
         self.schedule.begin(index)
 
-    def check_schedules(self) -> None:
-        """Checks the schedule of each phase before the first step.
+    def count_trained(self, index: int) -> int:
+        return self.facade.get_num_trainable_parameters()
 
-        Raises:
-            ValueError: its settings are invalid.
-        """
-        for index, length in enumerate(self.lengths.longest()):
-            phase = self.phases[index]
-            trial = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-            try:
-                self.schedule_of(index, length, trial).step()
-            except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-                raise ValueError(
-                    f"phases[{phase.name!r}]: the schedule of the learning rate (lr_scheduler_type, "
-                    f"lr_scheduler_kwargs, warmup_steps) is invalid: {error}"
-                ) from error
+    def current_rate(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    def try_schedule(self, index: int, length: int) -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        self.schedule_of(index, length, optimizer).step()
 
     def make_schedule(self, index: int) -> Any:
         """Returns the schedule of a phase, over its own length."""
@@ -302,8 +189,6 @@ class PhasedSession(session.Session):
         )
 
     def replace_data(self, index: int) -> None:
-        """Makes the loader of a phase, which the next epoch reads."""
-        assert self.loop is not None
         with self.within_phase(index):
             loader = self.facade.get_train_dataloader()
             plan = self.make_plan(loader)

@@ -6,9 +6,7 @@ compiled again, for the variables that are trained, the loss and the schedule of
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,9 @@ from paceline.args import phases as options
 from paceline.args.errors import UnsupportedOption
 from paceline.args.phases import Phase
 from paceline.args.plan import Plan
-from paceline.core.contracts import Hooks, Notifying
 from paceline.core.ledger import Ledger
-from paceline.core.loop import Loop
-from paceline.core.outputs import TrainOutput
-from paceline.core.phases.lengths import PhaseLengths
-from paceline.core.phases.objects import PhaseCallbacks, loaded
-from paceline.core.phases.progress import STATE, PhaseProgress
+from paceline.core.phases import session as shared
+from paceline.core.phases.progress import STATE
 from paceline.core.session import Run
 from paceline.tensorflow import session
 from paceline.tensorflow.adapters import adapt_callbacks
@@ -36,50 +30,22 @@ from paceline.tensorflow.model_card import count_numbers
 from paceline.tensorflow.optim import phased
 from paceline.tensorflow.optim.choose import compiled_optimizer, described_schedule
 from paceline.tensorflow.optim.schedules import StepSchedule
-
-logger = logging.getLogger(__name__)
+from paceline.tensorflow.session import TFTrainerMembers
 
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-class PhasedSession(session.Session):
-    """The session of a TFTrainer with `phases`."""
+class PhasedSession(shared.PhasedSession[Run, TFTrainerMembers], session.Session):
+    """The session of a TFTrainer with `phases`.
 
-    progress: PhaseProgress | None = None
-    phases: Sequence[Phase] = ()
+    Attributes:
+        sources: the last source that has read a dataset, by the id of the dataset.
+    """
+
     members: Sequence[phased.Member] = ()
-    sources: dict[int, Source]  # the last source that has read a dataset, by the id of the dataset
-    max_steps = 0
-    changes_loss = False
+    sources: dict[int, Source]
     schedule: phased.PhasedSchedule | None = None
     optimizer_phases: phased.PhasedOptimizer | None = None
-    lengths: PhaseLengths
-    callbacks: PhaseCallbacks
-    own_loss: Callable[..., Any] | None
-    feed: TFFeed
-    plan: Plan
-    loop: Loop
-
-    def train(
-        self, folder: Path, resume: str | bool | None, trial: object = None, ignore_keys: list[str] | None = None
-    ) -> TrainOutput:
-        try:
-            return super().train(folder, resume, trial, ignore_keys)
-        finally:
-            self.leave()
-
-    def leave(self) -> None:
-        """Ends the phases: loss, optimizer and callbacks are as before the run."""
-        progress, self.progress = self.progress, None
-        if progress is None:
-            return
-        self.callbacks.remove()
-        self.callback_handler.remove_callback(progress)
-        if self.optimizer_phases is not None:
-            self.optimizer_phases.end()
-        if self.changes_loss:
-            self.use_loss(self.own_loss)
-        self.state.phase = None
 
     # ---- before the first step
 
@@ -90,15 +56,11 @@ class PhasedSession(session.Session):
                 "phases with a learning-rate schedule of your own are not supported: set lr_scheduler_type of each "
                 "phase, and leave optimizers=(..., schedule) out."
             )
-        self.phases = [loaded(phase) for phase in self.options.phases]
+        self.load_phases()
         self.check_overrides()
-        self.changes_loss = any(phase.loss is not None for phase in self.phases)
-        self.own_loss = self.facade.compute_loss_func
         self.sources = {}
         self.members = phased.find_members(self.model, self.phases)
-        self.progress = PhaseProgress(self.phases)
-        self.callbacks = PhaseCallbacks(self, self.phases, self.progress, adapt_callbacks)
-        self.callback_handler.add_callback(self.progress)
+        self.start_phases(adapt_callbacks)
 
     def check_overrides(self) -> None:
         """Refuses methods of a subclass that would do what a phase is to do.
@@ -121,50 +83,18 @@ class PhasedSession(session.Session):
                         "of them out."
                     )
 
-    @contextmanager
-    def within_phase(self, index: int) -> Iterator[None]:
-        """Gives the facade the arguments and the data of a phase, while entered."""
-        facade, phase = self.facade, self.phases[index]
-        before = self.args, facade.train_dataset, facade.data_collator
-        changes: dict[str, Any] = {**phase.options(), "phases": None}
-        if phase.learning_rate is not None:
-            changes["learning_rate"] = phase.learning_rate
-        if self.max_steps:
-            changes["max_steps"] = self.max_steps
-        self.args = changed(self.args, changes)
-        if phase.train_dataset is not None:
-            facade.train_dataset = phase.train_dataset
-        if phase.data_collator is not None:
-            facade.data_collator = phase.data_collator
-        try:
-            yield
-        finally:
-            self.args, facade.train_dataset, facade.data_collator = before
-
-    @property
-    def running_progress(self) -> PhaseProgress:
-        """The progress of the run in progress."""
-        assert self.progress is not None
-        return self.progress
+    def arguments_of(self, phase: Phase, changes: Mapping[str, Any]) -> Any:
+        rate = {} if phase.learning_rate is None else {"learning_rate": phase.learning_rate}
+        return changed(self.args, {**changes, **rate})
 
     def open_data(self, checkpoint: Path | None) -> tuple[TFFeed, Plan]:
         progress = self.running_progress
         saved = read_progress(checkpoint) if checkpoint is not None else {}
-        states = saved.get("callbacks") or {}
-        if STATE in states:
-            with wrap_load_error(checkpoint):
-                progress.load_state_dict(states[STATE])
+        with wrap_load_error(checkpoint):
+            self.restore_progress(saved, checkpoint)
+        if STATE in (saved.get("callbacks") or {}):
             self.check_sizes(saved)
-        elif checkpoint is not None:
-            logger.warning("%s was written without phases: the run goes on in its first phase.", checkpoint)
-        self.lengths = PhaseLengths(
-            self.phases,
-            self.epoch_lengths(),
-            max_steps=self.options.max_steps,
-            num_train_epochs=self.options.num_train_epochs,
-            rises=lambda phase: phase.end.rises(self.options, phase.greater_is_better),
-        )
-        self.max_steps = self.lengths.max_steps
+        self.find_lengths()
         self.check_schedules()
         progress.last_step = self.lengths.last_step(progress.index, progress.began)
         with self.within_phase(progress.index):
@@ -194,7 +124,6 @@ class PhasedSession(session.Session):
                 )
 
     def epoch_lengths(self) -> list[int | None]:
-        """Returns the optimizer steps in an epoch of each phase; None if its data has no length."""
         found: list[int | None] = []
         shared: list[int | None] = []  # of the phases with the data and batch size of the arguments
         for index, phase in enumerate(self.phases):
@@ -210,20 +139,8 @@ class PhasedSession(session.Session):
                 found += shared
         return found
 
-    def check_schedules(self) -> None:
-        """Checks the schedule of each phase before the first step.
-
-        Raises:
-            ValueError: its settings are invalid.
-        """
-        for index, length in enumerate(self.lengths.longest()):
-            try:
-                self.schedule_of(index, length)
-            except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-                raise ValueError(
-                    f"phases[{self.phases[index].name!r}]: the schedule of the learning rate (lr_scheduler_type, "
-                    f"lr_scheduler_kwargs, warmup_steps) is invalid: {error}"
-                ) from error
+    def try_schedule(self, index: int, length: int) -> None:
+        self.schedule_of(index, length)
 
     def schedule_of(self, index: int, length: int) -> StepSchedule:
         """Returns the schedule of a phase of `length` optimizer steps, counted from its start."""
@@ -271,11 +188,8 @@ class PhasedSession(session.Session):
         if not progress.starts:
             progress.starts = [self.optimizer_phases.num_steps]
         index = progress.index
-        self.begin_training(index)
-        self.callbacks.add(index)
-        if self.changes_loss:
-            self.use_loss(self.phases[index].loss or self.own_loss)
-        self.state.phase = self.phases[index].name
+        self.set_optimizer(index)
+        self.join_phase(index)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuses learning rates of phases for an optimizer that the Trainer did not make.
@@ -301,46 +215,26 @@ class PhasedSession(session.Session):
         """Returns the variables that a phase trains."""
         return [member.variable for member in self.members if member.is_trained[index]]
 
-    def make_loop(self, run: Run, hooks: Hooks, saves: Notifying) -> Loop:
-        self.loop = super().make_loop(run, hooks, saves)
-        return self.loop
-
     # ---- from phase to phase
 
-    def advance_phase(self) -> None:
-        """Begins the next phase before an epoch, if the one in progress has ended."""
-        progress, feed = self.running_progress, self.feed
-        is_within = feed.is_restored and feed.consumed > 0  # resumed in the last epoch of a phase, which must end first
-        if progress.is_ended and not is_within and not progress.is_last:
-            self.begin_phase(progress.index + 1)
-
     def begin_phase(self, index: int) -> None:
-        """Begins a phase: what is trained, the optimizer's settings, the data, the loss, the callbacks."""
-        progress, state = self.running_progress, self.state
-        assert self.engine is not None
         assert self.optimizer_phases is not None
-        self.callbacks.end()
-        progress.begin(index, state.global_step)
-        progress.starts.append(self.optimizer_phases.num_steps)
-        progress.last_step = self.lengths.last_step(index, progress.began)
-        if self.phases[index].changes_data or self.phases[index - 1].changes_data:
-            self.replace_data(index)
-        if self.changes_loss:
-            self.use_loss(self.phases[index].loss or self.own_loss)
-        self.begin_training(index)
-        trained = self.trained_in(index)
-        self.engine.follow(self.objective, trained)
-        state.phase = progress.phase.name
-        self.callbacks.begin(index)
-        logger.info(
-            "Phase %s begins after step %d: %s parameters are trained, at a learning rate of %g.",
-            progress.phase.name,
-            state.global_step,
-            f"{count_numbers([plain(each) for each in trained]):,}",
-            self.engine.learning_rate(),
-        )
+        self.running_progress.starts.append(self.optimizer_phases.num_steps)
+        super().begin_phase(index)
 
     def begin_training(self, index: int) -> None:
+        assert self.engine is not None
+        self.set_optimizer(index)
+        self.engine.follow(self.objective, self.trained_in(index))
+
+    def count_trained(self, index: int) -> int:
+        return count_numbers([plain(each) for each in self.trained_in(index)])
+
+    def current_rate(self) -> float:
+        assert self.engine is not None
+        return self.engine.learning_rate()
+
+    def set_optimizer(self, index: int) -> None:
         """Sets the optimizer's settings of a phase."""
         progress = self.running_progress
         assert progress.last_step is not None
@@ -351,7 +245,6 @@ class PhasedSession(session.Session):
             self.schedule.begin(self.schedule_of(index, length), progress.starts[index])
 
     def replace_data(self, index: int) -> None:
-        """Opens the data of a phase, which the next epoch reads."""
         with self.within_phase(index - 1):
             self.sources[id(self.facade.train_dataset)] = self.feed.source
         with self.within_phase(index):
@@ -363,7 +256,6 @@ class PhasedSession(session.Session):
         self.loop.follow(self.plan)
 
     def use_loss(self, function: Callable[..., Any] | None) -> None:
-        """Computes the loss by another function; None: the model's own loss."""
         self.facade.compute_loss_func = function
         self.facade.use_model(self.model)
 
