@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from paceline.pytorch.data.collators import DataCollatorWithPadding, DefaultDataCollator
 from paceline.pytorch.data.packing import PackedForm, PackingCollator
 from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.distributed.tensor_parts import local_part
 from paceline.pytorch.loss_probe import leaving_no_trace
 from paceline.pytorch.model.isolation import Isolation, find_isolation, isolated
 from paceline.pytorch.side_effects import undoing
@@ -21,6 +23,8 @@ from paceline.pytorch.side_effects import undoing
 logger = logging.getLogger(__name__)
 
 DEFAULTS = (DefaultDataCollator, DataCollatorWithPadding)  # these only stack or pad inputs, and make no labels
+FAINT = 1e-3  # weights up to this number may hide from the outputs what a module computes
+STIRRED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,48 @@ def find_packing(
         in_parts=strategy.mesh.num_parts > 1,
         surroundings=surroundings,
     )
-    isolation = strategy.run_within(model, find)
+    with stirred(model):
+        isolation = strategy.run_within(model, find)
     form = PackedForm(isolation.first_position, isolation.shifts, pad_token_id or 0)
     return Packing(kind, length, model, isolation, form)
+
+
+@contextmanager
+def stirred(model: nn.Module) -> Iterator[None]:
+    """Gives parameters that are about zero random values while entered.
+
+    A head, an output projection or a gate that is initialized to zero keeps what the model computes out of its outputs:
+    documents would look isolated until the first optimizer step. The values are the same on processes that hold the
+    same part of a parameter.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before: list[tuple[Tensor, Tensor]] = []
+    drop_gathered(model)
+    try:
+        with torch.no_grad():
+            for part in map(local_part, model.parameters()):
+                if is_faint(part):
+                    before.append((part, part.clone()))
+                    scale = 0.5 * part.shape[-1] ** -0.5 if part.dim() > 1 else 0.1
+                    part.copy_(scale * torch.randn(part.shape, generator=generator))
+        yield
+    finally:
+        drop_gathered(model)
+        with torch.no_grad():
+            for part, values in before:
+                part.copy_(values)
+
+
+def is_faint(values: Tensor) -> bool:
+    """Returns True if all values of a parameter are about zero; reads all of them only if the first ones are."""
+    if values.is_meta or values.dtype not in STIRRED or not values.numel():
+        return False
+    return all(float(torch.linalg.vector_norm(each, torch.inf)) <= FAINT for each in (values.reshape(-1)[:64], values))
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Frees parameters that FSDP gathered for a forward pass and may have kept: the shards change."""
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            sharded: Any = module
+            sharded.reshard()

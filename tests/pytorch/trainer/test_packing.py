@@ -13,7 +13,7 @@ import torch
 from cases import slow_but
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged import TakesBounds, TakesMask, TakesTokensAlone, llama, pad, texts
+from ragged import PlainTexts, TakesBounds, TakesMask, TakesTokensAlone, llama, pad, texts
 from small_models import losses, make_trainer, weights
 from torch import nn
 
@@ -121,6 +121,51 @@ def test_a_model_that_cannot_is_refused_before_the_first_step(tmp_path: Path) ->
     with pytest.raises(UnsupportedOption, match="TakesTokensAlone cannot isolate the documents of a row"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+class Leaks(PlainTexts):
+    """Takes positions, and lets documents see each other."""
+
+    def forward(self, input_ids: Any, position_ids: Any = None, labels: Any = None) -> Any:
+        return self.with_loss(self.outputs(input_ids, position_ids, None), labels)
+
+
+class Gated(Leaks):
+    """Its attention is multiplied by a gate, as with ReZero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def outputs(self, input_ids: Any, position_ids: Any, seen: Any) -> Any:
+        whole, head = super().outputs(input_ids, position_ids, seen), self.head
+        return head(self.tokens(input_ids)) + self.gate * whole
+
+
+def without_head(model: PlainTexts) -> PlainTexts:
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: without_head(Leaks()), Gated])
+def test_zeros_in_a_new_model_do_not_hide_that_documents_see_each_other(make: Any, tmp_path: Path) -> None:
+    model = make()
+    before = weights(model).clone()
+    trainer = make_trainer(tmp_path, model, texts(8), packing="flatten", data_collator=pad)
+    with pytest.raises(UnsupportedOption, match="cannot isolate the documents of a row"):
+        trainer.train()
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_the_shift_of_the_loss_of_a_head_of_zeros(shifted: bool, tmp_path: Path) -> None:
+    model = without_head(TakesMask(shifted=shifted))
+    before = weights(model).clone()
+    found = make_trainer(tmp_path, model, texts(8), packing="pack", data_collator=pad)._find_packing()
+    assert found is not None
+    assert found.form.shifts is shifted
+    assert torch.equal(weights(model), before)
 
 
 class OwnLoader(Trainer):
