@@ -627,6 +627,18 @@ def test_the_shift_of_targets_is_read_from_the_models_own_loss(shifted: bool, in
         assert smoother.find_shift({"logits": logits}, labels, assumed) is None
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_gradient_shows_the_shift_of_targets_if_all_logits_are_equal(shifted: bool) -> None:
+    """As those of a head that is initialized to zero: the loss is the logarithm of the number of classes."""
+    logits, labels = torch.zeros(3, 6, 5, requires_grad=True), torch.randint(0, 5, (3, 6))
+    left, right = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+    loss = cross_entropy(left.reshape(-1, 5), right.reshape(-1))
+    for assumed in (False, True):
+        assert LabelSmoother(0.1).find_shift({"loss": loss, "logits": logits}, labels, assumed) is shifted
+        assert LabelSmoother(0.1).find_shift({"loss": loss.detach(), "logits": logits}, labels, assumed) is None
+    loss.backward()
+
+
 def test_a_single_target_per_sample_has_no_shift() -> None:
     logits, labels = torch.randn(3, 5), torch.randint(0, 5, (3,))
     output = {"loss": cross_entropy(logits, labels), "logits": logits}

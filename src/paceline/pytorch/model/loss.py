@@ -553,26 +553,44 @@ class LabelSmoother:
             reduction="mean" if num_items_in_batch is None else "sum",
         ) / (1 if num_items_in_batch is None else num_items_in_batch)
 
-    @torch.no_grad()
     def find_shift(self, model_output: object, labels: Tensor, assumed: bool) -> bool | None:
         """Returns True if the model's own loss compares the output at i with the target at i + 1.
 
-        Returns None if there is no such loss, or it does not show the shift.
+        Returns None if there is no such loss, or neither it nor its gradient shows the shift.
 
         Args:
             model_output: outputs with a loss.
             labels: integer targets.
             assumed: the value that is tried first.
         """
-        own = find_loss(model_output)
-        if own is None or labels.dim() < 2 or _find_aligned(model_output, labels) is None:
+        own, logits = find_loss(model_output), _find_aligned(model_output, labels) if labels.dim() > 1 else None
+        if own is None or logits is None:
             return None
         plain = LabelSmoother(0.0, self.ignore_index)
         rounding = 1e-4 if own.dtype.itemsize > 2 else 2e-2
-        for shift in (assumed, not assumed):
-            if torch.isclose(plain(model_output, labels, shift).to(own.dtype), own, rtol=rounding):
-                return shift
-        return None
+        with torch.no_grad():
+            losses = {shift: plain(model_output, labels, shift) for shift in (assumed, not assumed)}
+            fits = [shift for shift, loss in losses.items() if torch.isclose(loss.to(own.dtype), own, rtol=rounding)]
+        if len(fits) < 2:
+            return fits[0] if fits else None
+        return plain._find_shift_of_gradient(own, logits, labels)
+
+    def _find_shift_of_gradient(self, own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
+        """Returns True if the gradient of a loss belongs to targets that are shifted; None if it does not show that.
+
+        Logits that are the same for all classes, as those of a head initialized to zero, have the same loss with and
+        without the shift, and other gradients.
+        """
+        if not own.requires_grad or not logits.requires_grad or type(logits) is not Tensor:
+            return None
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(own, logits, retain_graph=True, allow_unused=True)
+            if slope is None:
+                return None
+            leaf = logits.detach().requires_grad_()
+            slopes = [torch.autograd.grad(self(leaf, labels, shift), leaf)[0] for shift in (False, True)]
+        here, shifted = (float((slope - each).float().norm()) for each in slopes)
+        return shifted < here if min(here, shifted) < 0.1 * max(here, shifted) else None
 
 
 def _find_aligned(model_output: object, labels: Tensor) -> Tensor | None:
