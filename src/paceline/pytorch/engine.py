@@ -284,7 +284,10 @@ class Engine:
         if self.keep_outputs and not current.is_dummy:
             self._kept.append(detach(self._seen))
         self._seen = None
-        return torch.zeros_like(loss) if current.is_dummy else loss
+        if current.is_dummy:
+            return torch.zeros_like(loss)
+        # it is read when a log is due: user code may keep the tensor, and add later losses to it in place
+        return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
     def skip_pass(self, current: Pass) -> None:
         """Skips a micro-batch of weight 0."""

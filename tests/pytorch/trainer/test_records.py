@@ -348,3 +348,37 @@ def test_a_header_is_printed_unless_the_log_or_a_quiet_display_is_wanted(
     for options in ({"disable_tqdm": True}, {"log_level": "error"}, {"log_level": "info"}):
         make_trainer(tmp_path, Tagger(), tagging(8), **{"disable_tqdm": False, "max_steps": 2, **options}).train()
         assert "Training Tagger" not in capsys.readouterr().out
+
+
+class AddsUp(Trainer):
+    """Adds the losses up in place, in the tensor of the first one."""
+
+    total: torch.Tensor | None = None
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.add(super().compute_loss(*args, **kwargs))
+
+    def add(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.total is None:
+            self.total = loss.detach()
+        else:
+            self.total += loss.detach()
+        return loss
+
+
+class AddsUpSteps(AddsUp):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.compute_loss(self, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.add(super().training_step(*args, **kwargs))
+
+
+@pytest.mark.parametrize("cls", [AddsUp, AddsUpSteps])
+def test_a_loss_that_user_code_changes_in_place_later_is_logged_as_it_was(tmp_path: Path, cls: type[Trainer]) -> None:
+    logged = []
+    for name, kind in (("plain", Trainer), ("own", cls)):
+        trainer = make_trainer(tmp_path / name, Classifier(), DATA, cls=kind, logging_steps=4)
+        trainer.train()
+        logged.append(trainer.state.log_history[0]["loss"])
+    assert logged[1] == logged[0]
