@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.plan import Plan
-from paceline.core.contracts import Strategy
 from paceline.core.ledger import training_seconds
 from paceline.core.optional import LateModule
+from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.model.objective import adapted
 from paceline.pytorch.model.operations import uses_tf32
 
@@ -29,6 +32,7 @@ else:
 logger = logging.getLogger(__name__)
 
 MOST_SHAPES = 1000  # cached shapes: ragged data has one shape per length
+IS_TRAINED = attrgetter("requires_grad")
 
 # (part of a device's name, dense TFLOP/s in (16 bits, TF32, float32)), from the vendors' data sheets. The first match
 # applies. None: the device predates TF32 and bfloat16.
@@ -167,9 +171,9 @@ class FlopMeter:
     """Counts the operations of this process's passes, and computes the model FLOP/s and the MFU.
 
     The first pass over a batch of new shapes is counted, which does not change its results; later passes with these
-    shapes reuse the count. Kernels for which torch has no formula (those of other packages) are not counted;
-    recomputation in the backward pass is. A compiled model is estimated instead, because the counter would break its
-    graph.
+    shapes reuse the count, as long as the same parameters are trained. Kernels for which torch has no formula (those of
+    other packages) are not counted; recomputation in the backward pass is. A compiled model is estimated instead,
+    because the counter would break its graph.
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
@@ -178,6 +182,7 @@ class FlopMeter:
         is_compiled: the model is compiled.
         verdict: returns the result of the check of the chunked loss (`LinearLoss.is_right`). A pass that changes it
             has run the check too, so its count is not reused.
+        parameters: returns the parameters of the model: frozen ones have no gradient to compute.
 
     Attributes:
         operations: operations of all passes so far.
@@ -190,10 +195,11 @@ class FlopMeter:
         peak: float | None,
         is_compiled: bool = False,
         verdict: Callable[[], bool | None] = lambda: None,
+        parameters: Callable[[], Sequence[nn.Parameter]] = tuple,
     ) -> None:
         self._training_step, self._estimate = training_step, estimate
         self.peak = peak
-        self._is_compiled, self._verdict = is_compiled, verdict
+        self._is_compiled, self._verdict, self._parameters = is_compiled, verdict, parameters
         self._known: dict[Any, int] = {}
         self._counter: OperationCounter | None = None  # of the pass in progress
         self._has_warned = False
@@ -203,7 +209,7 @@ class FlopMeter:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs the Trainer's `training_step` and counts its operations."""
-        key = shapes_of(inputs)
+        key = shapes_of(inputs), tuple(map(IS_TRAINED, self._parameters()))
         known = self._known.get(key)
         if known is not None:
             self.operations += known
@@ -281,12 +287,14 @@ class FlopMeter:
 
 def shapes_of(batch: object) -> Any:
     """Returns the shapes of a batch's tensors as a hashable value."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor | np.ndarray):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):
         return tuple((name, shapes_of(value)) for name, value in batch.items())
     if isinstance(batch, list | tuple):
         return tuple(map(shapes_of, batch))
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return shapes_of(vars(batch))
     return None
 
 
@@ -301,7 +309,7 @@ def check_countable(runs_windows: bool, is_lazy: bool) -> None:
         raise UnsupportedOption(f"log_flops=True is not supported with {kind}: leave it out.")
 
 
-def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> FlopMeter:
+def meter_of(facade: Any, strategy: SingleDevice, plan: Plan, model: nn.Module) -> FlopMeter:
     """Returns the FLOP meter of a run.
 
     Args:
@@ -321,6 +329,7 @@ def meter_of(facade: Any, strategy: Strategy, plan: Plan, model: nn.Module) -> F
         device_peak(strategy.device, precision),
         is_compiled=any(is_compiled(module) for module in model.modules()),
         verdict=lambda: facade.objective.chunks_verdict,
+        parameters=lambda: strategy.parameters,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import Classifier, classification, make_trainer
@@ -56,6 +58,33 @@ def test_each_shape_is_counted_once_forward_and_backward() -> None:
     assert row == {"model_flops_per_second": 5 * forward / 1.0, "mfu": round(5 * forward / 1e6, 4)}
     assert meter.row({"time/forward": 1.0}) == {}, "nothing since"
     assert "of the peak of the device (MFU)" in meter.describe()
+
+
+def test_a_layer_that_is_thawed_is_counted_anew() -> None:
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), OneLayer())
+    model.forward = lambda x, labels: model[1](model[0](x)[:, :16], labels)  # type: ignore[method-assign]
+    model[0].requires_grad_(False)
+    meter = FlopMeter(step, lambda inputs: 0, peak=None, parameters=lambda: list(model.parameters()))
+    counts = []
+    for is_trained in (False, False, True, False):
+        model[0].requires_grad_(is_trained)
+        before = meter.operations
+        meter.training_step(model, batch(8))
+        counts.append(meter.operations - before)
+    first, second = 2 * 8 * 16 * 32, 2 * 8 * 16 * 4  # of the forward passes
+    assert counts == [first + 2 * second, first + 2 * second, 2 * first + 3 * second, first + 2 * second]
+
+
+@dataclass
+class Named:
+    x: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_batches_of_any_kind_have_shapes() -> None:
+    sizes = [flops.shapes_of(Named(torch.ones(size, 3), torch.ones(size))) for size in (2, 4)]
+    assert sizes[0] != sizes[1] != flops.shapes_of(Named(torch.ones(4, 5), torch.ones(4)))
+    assert flops.shapes_of({"x": np.ones((2, 3))}) != flops.shapes_of({"x": np.ones((4, 3))})
 
 
 def test_counting_changes_no_bit_and_counts_what_torch_counts() -> None:
