@@ -76,6 +76,21 @@ def test_a_row_holds_the_seconds_since_the_one_before_and_is_taken_once() -> Non
     assert ledger.take_row() == {"time/log": 1.5}
 
 
+def test_a_row_that_was_not_taken_is_part_of_the_next_one() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    ledger.begin()
+    for seconds, is_taken in ((2.0, False), (1.0, False), (0.5, True), (0.25, True)):
+        clock.time += seconds
+        ledger.note((FORWARD, ledger.now()))
+        ledger.settle()
+        ledger.close_row()
+        row = ledger.take_row() if is_taken else {}
+        ledger.keep_row()
+        assert ledger.take_row() == {}
+        assert row == ({"time/forward": 3.5 if seconds == 0.5 else 0.25} if is_taken else {})
+
+
 def test_notes_before_the_clock_was_started_count_from_the_first() -> None:
     clock = FakeClock()
     ledger = Ledger(clock)

@@ -118,6 +118,7 @@ class Ledger:
         self._totals = np.zeros(len(ACTIVITIES))
         self._in_rows = np.zeros(len(ACTIVITIES))  # the part of these seconds that is in log rows already
         self._row: dict[str, float] = {}
+        self._before_row = self._in_rows  # the part of the seconds in log rows before the prepared one
 
     def begin(self, setup: float = 0.0) -> None:
         """Starts the clock.
@@ -151,7 +152,7 @@ class Ledger:
     def close_row(self) -> None:
         """Prepares the entries of the next log row: the seconds of each activity since the previous row, if not 0."""
         since = self._totals - self._in_rows
-        self._in_rows = self._totals.copy()
+        self._before_row, self._in_rows = self._in_rows, self._totals.copy()
         self._row = {
             f"{PREFIX}{name}": round(float(value), 6) for name, value in zip(ACTIVITIES, since, strict=True) if value
         }
@@ -160,6 +161,11 @@ class Ledger:
         """Returns the prepared entries; a second call returns an empty dict."""
         row, self._row = self._row, {}
         return row
+
+    def keep_row(self) -> None:
+        """Adds the prepared entries to the next row, if they were not taken; the counts of meters go on as well."""
+        if self._row:
+            self._in_rows, self._row = self._before_row, {}
 
 
 def training_seconds(row: Mapping[str, float]) -> float:

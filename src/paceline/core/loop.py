@@ -279,7 +279,7 @@ class Loop:
         if self.control.should_log and self.unlogged.num_updates:
             self.ledger.close_row()
             self.hooks.log(self.summarise(), self.start_time)
-            self.ledger.take_row()  # an overridden `log` may not have taken it, and the next log row is an evaluation's
+            self.ledger.keep_row()  # an overridden `log` may not have taken it, and the next log row is an evaluation's
             note((LOG, now()))
         try:
             if self.control.should_evaluate:

@@ -151,7 +151,29 @@ def test_devices_without_events_are_timed_by_the_host() -> None:
     assert make_ledger(torch.device("mps")).reading == DEVICE
 
 
-def test_times_of_a_row_that_was_dropped_are_in_no_other(tmp_path: Path) -> None:
+def test_times_of_a_row_that_was_dropped_are_in_the_next_one_with_its_operations(tmp_path: Path) -> None:
+    class Drops(Trainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            if self.state.global_step % 4 == 0:
+                super().log(logs, start_time)
+
+    rows = Rows()
+    trainer = make_trainer(
+        tmp_path, SlowModel(), classification(64), cls=Drops, callbacks=[rows], log_flops=True, max_steps=12
+    )
+    trainer.train()
+    trained = [row for row in rows.rows if "loss" in row]
+    operations = [
+        row["model_flops_per_second"] * sum(value for name, value in row.items() if name.startswith("time/"))
+        for row in trained[1:]
+    ]
+    assert len(trained) == 3
+    assert all(row["time/forward"] > 4 * 0.004 for row in trained)
+    meter = trainer.step_parts.find("flop_meter")
+    assert operations == pytest.approx([meter.operations / 3] * 2, rel=1e-3)
+
+
+def test_times_of_a_row_that_was_dropped_are_in_no_row_of_an_evaluation(tmp_path: Path) -> None:
     class Drops(Trainer):
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             if "loss" not in logs:
