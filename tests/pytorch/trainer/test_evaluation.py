@@ -334,6 +334,24 @@ def test_a_stream_of_unknown_length_spills_too(tmp_path: Path) -> None:
     assert output.predictions.shape == (50, 4)
 
 
+class Stateful(Classifier):
+    """Returns its state, which it overwrites in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        self.state.copy_(x)  # type: ignore[operator]
+        return self.logits(x).sum() * 0, self.state
+
+
+def test_outputs_that_the_model_overwrites_are_kept_as_they_were(tmp_path: Path) -> None:
+    data = classification(12)
+    trainer = make_trainer(tmp_path, Stateful(), data, per_device_eval_batch_size=4)
+    assert np.array_equal(trainer.predict(data).predictions, np.stack([sample["x"].numpy() for sample in data]))
+
+
 def test_a_part_of_a_tensor_does_not_keep_the_whole() -> None:
     whole = torch.zeros(4, 1000)
     part = to_host(whole[:, -1:])

@@ -118,11 +118,12 @@ def make_prediction(batch: dict[str, Any]) -> EvalPrediction:
 def to_host(value: object) -> Any:
     """Returns nested tensors as numpy arrays; bfloat16, which numpy lacks, becomes float32."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
+        is_on_host, value = value.is_cpu, value.detach().cpu()
         if value.dtype == torch.bfloat16:
             value = value.float()
-        elif value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()  # a view would keep the whole larger tensor alive
+        # a model may write its next outputs into the same memory, and a view would keep a whole larger tensor alive
+        elif is_on_host or value.untyped_storage().nbytes() > value.nbytes:
+            value = value.clone()
         return value.numpy()
     if isinstance(value, Mapping):
         return {key: to_host(item) for key, item in value.items()}
