@@ -59,6 +59,16 @@ class Masked77(Head):
         return (losses * kept).sum() / kept.sum()
 
 
+class MaskedByTensor(Head):
+    """The value is a tensor, and the targets are shifted by the model."""
+
+    def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        value, labels = torch.tensor(77), functional.pad(labels, (0, 1), value=77)[:, 1:]
+        kept = value != labels
+        losses = functional.cross_entropy(logits.mT, labels.where(kept, 0), reduction="none")
+        return (losses * kept).sum() / kept.sum()
+
+
 class ClassWeights(Head):
     def make_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits.mT, labels, weight=CLASS_WEIGHTS)
@@ -288,7 +298,7 @@ def test_a_declared_sum_is_used_as_it_is(tmp_path: Path, caplog: pytest.LogCaptu
     assert "loss_weight" not in caplog.text
 
 
-@pytest.mark.parametrize("make", [Padded77, Masked77])
+@pytest.mark.parametrize("make", [Padded77, Masked77, MaskedByTensor])
 def test_an_ignored_value_that_comes_late(tmp_path: Path, make: type[Head]) -> None:
     """The batches of the first probes do not hold the value; the third step, which is probed for it alone, does."""
     early = [{**sample, "labels": sample["labels"].masked_fill(sample["labels"] == -100, 1)} for sample in DATA]

@@ -8,6 +8,7 @@ recompute the loss from logits.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -132,24 +133,35 @@ class IgnoredTargets(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        value = kwargs.get("ignore_index")
-        if value is None and func in _EQUALITIES and len(args) == 2 and self._is_labels(args[0]):
-            value = args[1]
-        if type(value) is int and len(self.found) < MOST_IGNORED:
+        value = whole_number(kwargs.get("ignore_index"))
+        if value is None and func in _EQUALITIES and len(args) == 2:
+            value = next((whole_number(one) for one, other in (args, args[::-1]) if self._is_labels(other)), None)
+        if value is not None and len(self.found) < MOST_IGNORED:
             self.found[value] = None
         return func(*args, **kwargs)
 
     def _is_labels(self, value: object) -> bool:
-        """Returns True for the labels, or for all but the first or the last of each sample."""
+        """Returns True for the labels, for all but the first or the last of each sample, or for shifted ones."""
         labels = self.labels
         if labels is None or not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
             return False
         parts = (labels, labels[:, 1:], labels[:, :-1]) if labels.dim() > 1 else (labels,)
         flat = value.detach().reshape(-1)
+        if labels.dim() > 1 and labels.numel() == flat.numel():
+            moved = flat.view(labels.shape)[:, :-1].to(labels.device, labels.dtype)
+            if torch.equal(moved, labels[:, 1:]):  # shifted, and filled up at the end
+                return True
         return any(
             part.numel() == flat.numel() and torch.equal(part.reshape(-1).to(flat.device, flat.dtype), flat)
             for part in parts
         )
+
+
+def whole_number(value: object) -> int | None:
+    """Returns a whole number, also from a 0-dim tensor or a scalar of numpy; None for other values."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.int64, torch.int32):
+        return int(value)
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
 _EQUALITIES = {torch.eq, torch.ne, Tensor.eq, Tensor.ne, Tensor.__eq__, Tensor.__ne__}
