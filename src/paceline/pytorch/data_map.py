@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from paceline.pytorch.data.window_ids import WindowIds, find_obstacle
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.engine import Engine
-from paceline.pytorch.model.loss import LossNormalizer
+from paceline.pytorch.model.loss import Counts, LabelSmoother, LossNormalizer
 from paceline.pytorch.model.soft_targets import find_logits, kept_items, widen
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class DataMapRecorder:
         self._copies = copies
         self._engine: Engine | None = None
         self._outputs: Any = None
+        self._shifts: bool | None = None  # seen in the loss that the model returned
+        self._has_warned = False
         self._waiting: list[Waiting] = []
         self._num_bytes = self._num_rows = 0
         self._rows: list[dict[str, Any]] = []  # of this process, not merged with those of others yet
@@ -128,6 +130,21 @@ class DataMapRecorder:
 
     def _see(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._outputs = outputs
+        counts = self._engine.current.counts if self._engine is not None and self._engine.current is not None else None
+        if self._shifts is None and counts is not None and counts.labels is not None and self._is_shift_open(counts):
+            smoother = LabelSmoother(0.0, self._rule.reduction.ignore_index)
+            labels = counts.labels.to(self._strategy.device)
+            self._shifts = smoother.find_shift(outputs, labels, self._rule.reduction.shifted)
+
+    def _is_shift_open(self, counts: Counts | Waiting) -> bool:
+        """Returns True if it is not known yet whether the loss compares an output with the next target.
+
+        Probes of the reduction need not tell: rows of the same number of targets have the same weights in both cases.
+        """
+        labels, rule = counts.labels, self._rule
+        if labels is None or labels.dim() < 2 or labels.is_floating_point() or counts.is_shifted:
+            return False
+        return not rule.trusts_class and rule.declared not in ("tokens", "shifted_tokens")
 
     def _keep(self, engine: Engine, current: Any, outputs: Any) -> None:
         """Keeps the logits of a pass until they are evaluated."""
@@ -180,7 +197,12 @@ class DataMapRecorder:
     def _evaluate(self, group: Sequence[Waiting]) -> None:
         logits = torch.cat([each.logits for each in group])
         labels = torch.cat([each.labels for each in group]).to(logits.device, non_blocking=True)
-        kept, shifts = kept_items(labels, self._rule.reduction, group[0].is_shifted)
+        reduction = self._rule.reduction
+        if self._is_shift_open(group[0]):
+            if self._shifts is None:
+                self._warn_of_shift(reduction.shifted)
+            reduction = replace(reduction, shifted=bool(reduction.shifted if self._shifts is None else self._shifts))
+        kept, shifts = kept_items(labels, reduction, group[0].is_shifted)
         if shifts:
             logits, labels = logits[:, :-1], labels[:, 1:]
         values, has_target = evaluate_samples(widen(logits), labels, kept)
@@ -191,6 +213,15 @@ class DataMapRecorder:
         seen = (numbers[-1] > 0) & np.isfinite(numbers).all(axis=0)
         fields = [steps, samples, *numbers[:-1]]
         self._rows.append({name: field[seen] for name, field in zip(FIELDS, fields, strict=True)})
+
+    def _warn_of_shift(self, is_shifted: bool) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "data_map=True: it could not be seen whether the output at i is compared with the target at i or at "
+                "i + 1; the map takes it for i%s. Set loss_weight='tokens' or 'shifted_tokens'.",
+                " + 1" if is_shifted else "",
+            )
 
     def _apply(self) -> None:
         """Adds the rows of all processes to the map."""
@@ -216,6 +247,7 @@ class DataMapRecorder:
     def recording(self, engine: Engine, handler: CallbackHandler) -> Iterator[None]:
         """Records the passes of an engine while entered; merges the rows of the processes at the end of each epoch."""
         self._engine = engine
+        engine.sync.probe_alone()  # for the targets that do not count
         listener = EpochEnds(self)
         handler.callbacks.insert(0, listener)
         try:

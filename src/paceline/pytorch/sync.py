@@ -60,7 +60,12 @@ class LocalSync:
         self.normalizer = normalizer
         self.total = 0.0
         self.is_look_due = False
+        self._probes_alone = False
         self._counts: Sequence[Counts] = ()
+
+    def probe_alone(self) -> None:
+        """Probes the loss in windows of one micro-batch too, for a part of the run that weighs single samples."""
+        self._probes_alone = True
 
     # ---- one window
 
@@ -79,9 +84,9 @@ class LocalSync:
         """
         normalizer, self._counts = self.normalizer, counts
         self.total = total = counts[0].weight
-        if len(counts) > 1:
+        if len(counts) > 1 or self._probes_alone:
             self.total = total = sum([item.weight for item in counts])
-            self.is_look_due = total > 0 and normalizer.is_due(counts)
+            self.is_look_due = total > 0 and normalizer.is_due(counts, by_row=self._probes_alone)
             normalizer.num_updates += 1
         if not total or (normalizer.reduction.unit not in OF_TARGETS and not normalizer.has_target(counts)):
             return []
@@ -234,6 +239,9 @@ class ProcessSync:
     def expect(self, accumulation: int) -> None:
         """Sets the maximum number of micro-batches in the windows to come."""
         self.accumulation = accumulation
+
+    def probe_alone(self) -> None:
+        """Does nothing: windows of one micro-batch of each process are probed in any case."""
 
     def synchronize(self, window: AccumulationWindow, num_samples: int) -> tuple[AccumulationWindow, int, int]:
         """Agrees on the next window with the other processes.

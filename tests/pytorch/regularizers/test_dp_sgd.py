@@ -100,12 +100,16 @@ def test_the_gradient_of_each_sample_is_clipped(
     assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
 
 
-def test_samples_of_many_targets_are_means(tmp_path: Path) -> None:
+@pytest.mark.parametrize("norm", [0.2, 1e6], ids=["clipped", "whole"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("weight", ["tokens", None])
+def test_samples_of_many_targets_are_means(tmp_path: Path, weight: str | None, accumulation: int, norm: float) -> None:
     data = tagging(16)
     model, twin = Tagger(), Tagger()
-    settings = DPSGD(0.2, noise_multiplier=TINY_NOISE, delta=1e-3, noise_seed=0)
-    train(tmp_path, model, [settings], data, gradient_accumulation_steps=2, loss_weight="tokens")
-    reference(twin, of_words, data, 0.2, 8, 2)
+    settings = DPSGD(norm, noise_multiplier=TINY_NOISE / norm, delta=1e-3, noise_seed=0)
+    options = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    train(tmp_path, model, [settings], data, loss_weight=weight, **options)
+    reference(twin, of_words, data, norm, 8, 2)
     torch.testing.assert_close(weights(model), weights(twin), rtol=1e-4, atol=1e-6)
 
 

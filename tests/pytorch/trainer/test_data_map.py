@@ -8,6 +8,7 @@ import numpy as np
 import processes
 import pytest
 import torch
+from small_models import Tagger
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
@@ -213,3 +214,22 @@ def test_refused(tmp_path: Path) -> None:
     silent = Trainer(Silent(), args, train_dataset=rows())
     with pytest.raises(ValueError, match="which data_map=True needs"):
         silent.train()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("shifted", [True, False])
+def test_targets_of_a_language_model_are_those_of_its_loss(tmp_path: Path, shifted: bool, accumulation: int) -> None:
+    """Rows of the same length, whose weights do not show if the targets are shifted."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 11, (6,), generator=generator) for _ in range(12)]
+    data = [{"input_ids": row, "labels": row.clone()} for row in ids]
+    model = Tagger(shifted=shifted)
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=1, per_device_train_batch_size=3, gradient_accumulation_steps=accumulation,
+        data_map=True, learning_rate=0.0, save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer: Any = Trainer(model, args, train_dataset=data)
+    trainer.train()
+    with torch.no_grad():
+        expected = [float(model(row[None], row[None])["loss"]) for row in ids]
+    np.testing.assert_allclose(trainer.data_map.result.sums["loss"], expected, rtol=1e-5)

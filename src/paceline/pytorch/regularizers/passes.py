@@ -80,7 +80,12 @@ class RegularizerPass:
 
     Raises:
         UnsupportedOption: it cannot be applied in this run.
+
+    Attributes:
+        weighs_samples: it needs the reduction of the loss, also in optimizer steps of one micro-batch.
     """
+
+    weighs_samples = False
 
     def __init__(self, settings: Any, context: Context) -> None:
         self.settings, self.context = settings, context
@@ -166,6 +171,8 @@ class Passes:
         windows = [each for each in self.passes.values() if overrides(each, "run_window")]
         engine.after_read.extend(each.after_read for each in self.passes.values() if overrides(each, "after_read"))
         engine.wrap(partial(self._loss_of, losses, engine), partial(self._window_of, losses, windows))
+        if any(each.weighs_samples for each in self.passes.values()):
+            engine.sync.probe_alone()
 
     def _loss_of(
         self, passes: Sequence[RegularizerPass], engine: Engine, compute_loss: Callable[..., Tensor]

@@ -116,6 +116,8 @@ class PrivateGradients(RegularizerPass):
         UnsupportedOption: the gradients of single samples are not available in this run.
     """
 
+    weighs_samples = True
+
     def __init__(self, settings: DPSGD, context: Context) -> None:
         super().__init__(settings, context)
         check_run(context)
