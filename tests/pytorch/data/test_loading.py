@@ -255,3 +255,15 @@ def test_loaders_are_kept_by_dataset_up_to_a_limit() -> None:
     kept.close()
     assert closed == [second, third, first, other]
     assert not kept.holds(first)
+
+
+def test_data_that_grows_after_its_loader_was_made_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    data = list(range(6))
+    loader = make(data, batch_size=2)
+    loader.set_epoch(0)
+    assert not caplog.text
+    data += [6, 7]
+    loader.set_epoch(1)
+    loader.set_epoch(2)
+    assert caplog.text.count("The training data had 6 samples when its loader was made and has 8 now") == 1
+    assert read(loader) == [[0, 1], [2, 3], [4, 5]]

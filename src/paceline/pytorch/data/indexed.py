@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import weakref
 from collections import deque
@@ -17,13 +18,16 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.core.optional import LateModule
 from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.generators import seed_generators
-from paceline.pytorch.data.sampling import RankBatches, skip_samples
+from paceline.pytorch.data.sampling import RankBatches, has_length, skip_samples
 
 if TYPE_CHECKING:
     from paceline.pytorch.data import arrow_rows, small_tensors
 else:
     arrow_rows = LateModule("paceline.pytorch.data.arrow_rows")
     small_tensors = LateModule("paceline.pytorch.data.small_tensors")
+
+
+logger = logging.getLogger(__name__)
 
 
 class SeededIndices(list[int]):
@@ -322,6 +326,7 @@ class IndexedLoader(DataLoader[Any]):
         if data_shard is not None and getattr(sampler, "generator", self) is None:  # one order for all processes
             sampler.generator = torch.Generator(device="cpu").manual_seed(seed)
         self._options = options
+        self._num_samples = len(dataset) if has_length(dataset) else None
         self._inner: DataLoader[Any] | None = None
         self._passes = OpenPasses()
 
@@ -338,6 +343,16 @@ class IndexedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch."""
+        size = len(self.dataset) if self._num_samples is not None else None  # type: ignore[arg-type]
+        if size != self._num_samples:
+            logger.warning(
+                "The training data had %d samples when its loader was made and has %d now: the order of the samples is "
+                "still that of %d. Start another training on the changed data.",
+                self._num_samples,
+                size,
+                self._num_samples,
+            )
+            self._num_samples = None  # once
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
