@@ -15,7 +15,7 @@ from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, 
 from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, UnsupportedOption
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
-from paceline.tensorflow.data.sources import is_batched
+from paceline.tensorflow.data.sources import is_batched, make_source
 from paceline.tensorflow.framework import keras, tf
 
 DATA = make_data(18)
@@ -413,6 +413,35 @@ def test_smaller_micro_batches_where_memory_runs_out(tmp_path: Path, caplog: pyt
     assert crowded.state.train_batch_size == 2
     assert losses(crowded) == pytest.approx(losses(plain), abs=1e-5)
     assert np.allclose(weights(crowded.model), weights(plain.model), atol=1e-5)
+
+
+def mean_over_some(outputs: Any, labels: Any) -> Any:
+    each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, outputs)
+    kept = tf.cast(labels > 0, each.dtype)
+    return tf.reduce_sum(each * kept) / tf.reduce_sum(kept)
+
+
+def test_a_loss_that_couples_samples_is_told_when_memory_runs_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first optimizer step is whole, and cannot be made of parts."""
+    options: dict[str, Any] = {"per_device_train_batch_size": 8, "optim": "sgd", "compute_loss_func": mean_over_some}
+    trainer = make_trainer(
+        tmp_path, make_model(), make_data(20), kind=Crowded, auto_find_batch_size=True, max_steps=1, **options
+    )
+    trainer.train()
+    assert caplog.text.count("mean_over_some couples the samples of a batch") == 1
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_position_within_tf_data_is_one_of_samples(seed: int | None) -> None:
+    """Also with another batch size than the samples before it were read with."""
+    data = tf.data.Dataset.from_tensor_slices(np.arange(18))
+    whole = [int(row) for batch in make_source(data, batch_size=5, seed=seed).read(1) for row in batch]
+    source = make_source(data, batch_size=4, seed=seed)
+    rest = [batch.numpy().tolist() for batch in source.read(1, 10, source.place(10, 2))]
+    assert [row for batch in rest for row in batch] == whole[10:]
+    assert [len(batch) for batch in rest] == [4, 4]
 
 
 def test_samples_of_similar_length_together(tmp_path: Path) -> None:

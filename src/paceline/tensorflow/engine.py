@@ -97,6 +97,7 @@ class TFEngine:
         self._counts: Any = None
         self._divisors: Any = None
         self._weights: tuple[Array, Any] | None = None  # counts of the last one-batch step, as a tensor
+        self._is_split = False  # the loss was checked for optimizer steps of several parts
         self.compile()
 
     def follow(self, objective: Objective, trainables: Sequence[Any]) -> None:
@@ -110,6 +111,7 @@ class TFEngine:
         self.variables = [plain(variable) for variable in self.trainables]
         self._sums, self._loss = [], None
         self.num_traces = 0
+        self._is_split = False
         self.compile()
 
     def compile(self) -> None:
@@ -161,10 +163,12 @@ class TFEngine:
         if self.num_traces == 0:
             with self.strategy.scope():
                 self.objective.prepare(batches[0])
-            self.objective.check_replicas(self.num_replicas, len(batches))
         self._check_labels(batches)
-        if self.num_traces == 0 and len(batches) * self.num_replicas > 1:
-            check_coupling(self.objective, batches[0], len(batches) * self.num_replicas)
+        num_parts = len(batches) * self.num_replicas
+        if num_parts > 1 and not self._is_split:  # the first steps may be whole, until memory runs out
+            self._is_split = True
+            self.objective.check_replicas(self.num_replicas, len(batches))
+            check_coupling(self.objective, batches[0], num_parts)
 
     def _all_divisors(self, batches: Sequence[Any], totals: Array) -> Any:
         """Returns Keras' divisors of the compiled losses of the whole optimizer step; None without compiled losses.

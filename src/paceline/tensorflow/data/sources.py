@@ -156,18 +156,18 @@ class OwnBatches(Source):
 class TensorData(Source):
     """A tf.data.Dataset of batches.
 
-    A position is restored by skipping: earlier batches are computed again, so that later ones are the same.
+    A position is restored by skipping: what comes before it is computed again, so that the rest is the same.
 
     Args:
-        make: epoch -> the dataset of batches.
+        make: (epoch, samples to leave out) -> the dataset of batches.
         num_samples, num_batches: per epoch; None if unknown.
-        batch_size: samples per batch; None if it varies.
+        batch_size: samples per batch; None if the data has its own batches, of which whole ones are left out.
         settings: see `Source`.
     """
 
     def __init__(
         self,
-        make: Callable[[int], Any],
+        make: Callable[[int, int], Any],
         *,
         num_samples: int | None,
         num_batches: int | None,
@@ -182,13 +182,13 @@ class TensorData(Source):
         self.num_reads = 0  # epochs read so far; each read advances the user's shuffle to its next order
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
-        dataset = self.make(epoch)
+        dataset = self.make(epoch, consumed)
         if any(shuffle._reshuffle_each_iteration for shuffle in shuffles_of(dataset)):
             while self.num_reads < epoch:
                 iter(dataset)
                 self.num_reads += 1
         self.num_reads = epoch + 1
-        return iter(dataset.skip(batches) if batches else dataset)
+        return iter(dataset.skip(batches) if batches and self.batch_size is None else dataset)
 
     def go_on_from(self, other: Source | None) -> None:
         """Takes over how often another source has read the same data, whose shuffle has advanced with it."""
@@ -197,7 +197,7 @@ class TensorData(Source):
 
     def warn_of_order(self) -> None:
         """Warns if the user's own shuffle has no seed."""
-        if any(int(shuffle._seed) == int(shuffle._seed2) == 0 for shuffle in shuffles_of(self.make(0))):
+        if any(int(shuffle._seed) == int(shuffle._seed2) == 0 for shuffle in shuffles_of(self.make(0, 0))):
             logger.warning(
                 "The training data is shuffled by tf.data without a seed, in an order that cannot be repeated: the run "
                 "resumes from its position, but with other samples than before. Pass shuffle(..., seed=...)."
@@ -421,11 +421,13 @@ def source_of_samples(data: Any, *, batch_size: int, seed: int | None, drop_last
     size = known_size(data)
     shuffled = seed is not None and size is not None and size > 1
 
-    def make(epoch: int) -> Any:
+    def make(epoch: int, consumed: int) -> Any:
         dataset = data
         if shuffled:
             key = int(np.random.SeedSequence([seed or 0, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
             dataset = dataset.shuffle(size, seed=key, reshuffle_each_iteration=False)
+        if consumed:
+            dataset = dataset.skip(consumed)
         return dataset.batch(batch_size, drop_remainder=drop_last).prefetch(1)
 
     num_batches = None
@@ -451,7 +453,7 @@ def source_of_batches(dataset: object) -> Source:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(f"Expected a tf.data.Dataset of batches; {type(dataset).__name__} was returned.")
     source = TensorData(
-        lambda epoch: dataset,
+        lambda epoch, consumed: dataset,
         num_samples=None,
         num_batches=known_size(dataset),
         batch_size=None,
@@ -518,7 +520,7 @@ def as_dataset(source: Source) -> Any:
         ValueError: the source is empty.
     """
     if isinstance(source, TensorData):
-        dataset = source.make(0)
+        dataset = source.make(0, 0)
     else:
         first = next(iter(source.read(0)), None)
         if first is None:
