@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.pytorch.data.batches import batch_size_of, cut_batch, rebuild_mapping
+from paceline.pytorch.data.batches import batch_size_of, cut_batch, rebuild_mapping, recast
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import is_out_of_memory
 from paceline.pytorch.model.loss import Counts, LossNormalizer
@@ -231,7 +231,8 @@ class LossProbe:
         try:
             self._ignored.labels = part.counts.labels
             with self._ignored:
-                loss = self.loss_of(copy.copy(part.batch), num_items)
+                # user code may change its inputs in place
+                loss = self.loss_of(recast(copy.copy(part.batch), torch.clone), num_items)
         except Exception as error:
             fits_step = part.counts.samples <= self._largest and not self.must_match
             if is_out_of_memory(error) and (fits_step or self.is_gated):

@@ -11,7 +11,7 @@ from small_models import Classifier, classification, make_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline import Trainer
+from paceline import SAM, Trainer
 from paceline.pytorch.side_effects import undoing
 
 CALLS = 0
@@ -79,6 +79,45 @@ def test_counters_of_user_code_count_the_steps_alone(tmp_path: Path, split: tupl
     trainer.evaluate()
     assert trainer.metrics["eval"]["sizes"] == [8] * 4
     assert model.calls == calls + 4
+
+
+class Normalizes(Classifier):
+    """Changes its inputs in place."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(x.div_(2.0), labels)
+
+
+class CountsFromOne(Trainer):
+    """Classes are numbered from 1 in the data."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        inputs["labels"] -= 1
+        return super().compute_loss(model, inputs, return_outputs=return_outputs)
+
+
+@pytest.mark.parametrize("regularizers", [None, SAM(0.5)])
+def test_batches_that_user_code_changes_in_place(tmp_path: Path, regularizers: Any) -> None:
+    """Each pass begins with what the data gave."""
+    seen = []
+    for is_in_place in (False, True):
+        scale, first = (1.0, 1) if is_in_place else (0.5, 0)
+        data = [{"x": row["x"] * scale, "labels": row["labels"] + first} for row in classification(24)]
+        trainer = make_trainer(
+            tmp_path / str(is_in_place),
+            Normalizes() if is_in_place else Classifier(),
+            data,
+            cls=CountsFromOne if is_in_place else Trainer,
+            eval_dataset=data,
+            gradient_accumulation_steps=2,
+            per_device_eval_batch_size=5,
+            regularizers=regularizers,
+        )
+        trainer.train()
+        logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        predictions = trainer.predict(data)
+        seen.append([*logged, trainer.evaluate()["eval_loss"], *predictions.predictions.flatten().tolist()])
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
 def test_a_loss_function_with_a_closure(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.regularizers import SAM
+from paceline.pytorch.data.batches import recast
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import total_norm
 from paceline.pytorch.distributed.tensor_parts import is_dtensor
@@ -63,7 +64,8 @@ class SharpnessAware(RegularizerPass):
     def run_window(self, call: RunWindow, engine: Engine, passes: list[Pass]) -> list[Tensor]:
         """Runs the window twice; returns the losses of the first time."""
         strategy, model = self.context.strategy, self.context.model
-        again = [replace(each, batch=copy.copy(each.batch)) for each in passes]  # user code may pop labels
+        # user code may pop labels, or change its inputs in place
+        again = [replace(each, batch=recast(copy.copy(each.batch), torch.clone)) for each in passes]
         with preserved_rng():
             losses = call(engine, passes)
         with self.moved(strategy.parameters), unchanged_buffers(model), engine.unobserved():
