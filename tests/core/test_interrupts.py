@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import pytest
 
 from paceline.core.interrupts import describe_stop, interrupts_described
 from paceline.core.lineage import KEY, PROGRESS_FILE, begin_run
+from paceline.core.signals import StopSignals
 
 
 def checkpoint(folder: Path, step: int, run_id: str) -> Path:
@@ -42,6 +46,27 @@ def test_the_line_goes_before_the_interrupt(caplog: pytest.LogCaptureFixture) ->
     with pytest.raises(ValueError, match="other"), interrupts_described(lambda: "not said"):
         raise ValueError("other")
     assert [record.getMessage() for record in caplog.records] == ["Stopped."]
+
+
+class BusyStream(io.StringIO):
+    """A stream in the middle of a write: Python's buffers refuse another one of the same thread."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_a_signal_within_a_write_stops_the_run_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = BusyStream()
+    monkeypatch.setattr("sys.stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("paceline").addHandler(handler)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        logging.getLogger("paceline").removeHandler(handler)
+    assert signals.is_keyboard
 
 
 SCRIPT = """

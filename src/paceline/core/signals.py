@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -79,7 +80,9 @@ class StopSignals:
             self.requested = number
         if first:
             name = signal.Signals(number).name
-            logger.warning("%s: stopping at the next step boundary, after a checkpoint if saving is on.", name)
+            # a handler may run while the same thread writes to the same stream, which Python's buffers refuse
+            with suppress(RuntimeError):
+                logger.warning("%s: stopping at the next step boundary, after a checkpoint if saving is on.", name)
         before = self._before.get(number)
         if number != signal.SIGINT and callable(before):
             before(number, frame)
