@@ -1,3 +1,4 @@
+import io
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.printer import PrinterCallback
 from paceline.callbacks.progress import LineBar, ProgressCallback
 from paceline.callbacks.speed import pauses_left
+from paceline.cli.display import EvaluationLines
 from paceline.core.events import CallbackHandler
 from paceline.core.state import TrainerControl, TrainerState
 
@@ -108,6 +110,23 @@ def test_output_that_cannot_be_written_ends_no_training(clock, monkeypatch):
         with suppress(OSError):
             full.flush()  # what stayed in its buffer is lost
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert callback.training_bar is None
+
+
+def test_a_reader_that_leaves_while_the_bar_is_on_a_terminal_ends_no_training(terminal, clock, monkeypatch):
+    """`python train.py | head`: the rows go to the pipe, the bar to the terminal."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    state = TrainerState(max_steps=100)
+    pipe = io.TextIOWrapper(io.FileIO(writer, "w"), encoding="utf-8", write_through=True)  # no buffer to fill first
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        callback = ProgressCallback()
+        handler, control = train(callback, state, 25, clock, loss=2.0)
+        EvaluationLines({"eval_loss": "held out"}, callback).on_evaluate(ARGS, state, control, {"eval_loss": 1.0})
+        handler.on_train_end(ARGS, state, control)
+    with suppress(OSError):
+        pipe.close()
     assert callback.training_bar is None
 
 

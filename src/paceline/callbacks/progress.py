@@ -155,7 +155,7 @@ class ProgressCallback(TrainerCallback):
         if self.write_logs:
             row = readable_row(logs, state.global_step, self.max_str_len)
             text = str(row) if self._rows is None else self._rows.format(row, columns_of(bar))
-            bar.write(terminal.encodable(text, sys.stdout))
+            write_above(bar, text)
         self._show(bar, args, state)
 
     def on_prediction_step(
@@ -350,6 +350,12 @@ class LineBar:
         """Writes the last line."""
         if self.leave and self.n > self.initial:
             self.refresh()
+
+
+def write_above(bar: Bar, text: str) -> None:
+    """Writes lines to the standard output, above a bar. A closed pipe or a full disk behind it ends no training."""
+    with suppress(OSError):
+        bar.write(terminal.encodable(text, sys.stdout))
 
 
 def columns_of(bar: Any) -> int:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.secrets import mask_text
-from paceline.callbacks.progress import ProgressCallback
+from paceline.callbacks.progress import ProgressCallback, write_above
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.core.terminal import show, to_show, without_controls
@@ -85,7 +85,7 @@ class EvaluationLines(TrainerCallback):
         values = {"training loss": self._loss} | {title: metrics.get(key) for key, title in self.columns.items()}
         cells = [f"{title} {value:<{NUMBER}.4g}" for title, value in values.items() if value is not None]
         if self.display.training_bar is not None:
-            self.display.training_bar.write(f"step {state.global_step:>6,}   {'  '.join(cells)}".rstrip())
+            write_above(self.display.training_bar, f"step {state.global_step:>6,}   {'  '.join(cells)}".rstrip())
 
 
 def show_evaluations(trainer: Trainer | TFTrainer, columns: dict[str, str]) -> None:
