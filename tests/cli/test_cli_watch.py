@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -96,6 +97,15 @@ def test_lines_where_there_is_no_terminal_and_the_end(
     lines = capsys.readouterr().out.splitlines()
     shown = [line.split(",")[0] for line in lines]
     assert shown == ["running: step 98/100", "running: step 99/100", "finished: step 100/100"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_name_that_the_terminal_cannot_show(encoding: str) -> None:
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding=encoding, write_through=True)
+    watch.redraw(["λauf 1", "odd \udcff byte"], stream)
+    shown = "λ" if encoding == "utf-8" else "?"
+    assert buffer.getvalue() == f"\r\x1b[J{shown}auf 1\nodd ? byte\n\x1b[2A".encode(encoding)
 
 
 def test_a_run_that_vanishes(

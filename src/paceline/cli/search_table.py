@@ -145,8 +145,7 @@ class TrialsDisplay:
             lines.append(f"and {len(trials) - room} more trials")
         is_unicode = shows_unicode(self.terminal)
         lines = [fit(plain(mask_text(line)), columns_of_terminal(), is_unicode) for line in lines]
-        encoding = self.terminal.encoding or "ascii"
-        redraw([line.encode(encoding, errors="replace").decode(encoding) for line in lines], self.terminal)
+        redraw(lines, self.terminal)
         self._drawn = len(lines)
 
     def _tell(self, trials: Sequence[optuna.trial.FrozenTrial]) -> None:

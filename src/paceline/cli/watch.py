@@ -17,7 +17,7 @@ from paceline.callbacks.progress import is_interactive
 from paceline.cli.errors import UsageError
 from paceline.cli.options import Known, parse_options
 from paceline.core.record import jsonable
-from paceline.core.terminal import fit, gauge, plain, show, shows_unicode, sparkline, width_of
+from paceline.core.terminal import encodable, fit, gauge, plain, show, shows_unicode, sparkline, width_of
 from paceline.report.page import duration
 from paceline.report.run_table import RUNNING
 from paceline.report.status import RunStatus, read_status
@@ -62,7 +62,7 @@ def run(words: Sequence[str]) -> int:
         try:
             status = _follow(options, status)
         except _UNREADABLE as error:
-            print(plain(f"The run cannot be read any more: {mask_text(str(error))}"))
+            show(plain(f"The run cannot be read any more: {mask_text(str(error))}"))
             return 1
         except KeyboardInterrupt:
             print("The run goes on; watching has ended.")
@@ -183,7 +183,8 @@ def redraw(lines: Sequence[str], stream: TextIO | None = None) -> None:
         stream: the terminal; by default the standard output.
     """
     stream = sys.stdout if stream is None else stream
-    stream.write("\r\x1b[J" + "\n".join(lines) + "\n" + f"\x1b[{len(lines)}A")
+    text = encodable("\n".join(lines), stream)  # a name may hold what the terminal cannot show
+    stream.write(f"\r\x1b[J{text}\n\x1b[{len(lines)}A")
     stream.flush()
 
 
