@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -41,6 +42,15 @@ def test_the_job_of_a_module_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     results = json.loads((folder / "all_results.json").read_text())
     assert results["eval_accuracy"] > 0.8
     assert (folder / "log.jsonl").is_file()
+
+
+def test_a_name_that_the_output_cannot_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+    assert main(["init", "language_model", "modèle.yaml"]) == 0
+    assert buffer.getvalue().startswith(b"wrote mod?le.yaml\n")
+    assert (tmp_path / "modèle.yaml").is_file()
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "module"])

@@ -11,6 +11,7 @@ from paceline.cli.config import read_job
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.export import DEFAULT_SHARD_SIZE, find, make_room, parse_size
 from paceline.cli.preview import built
+from paceline.core.terminal import show
 
 VALUES = {"-o": "output", "--output": "output", "--max-shard-size": "size", "--greedy": "config"}
 
@@ -48,7 +49,7 @@ def run(words: Sequence[str]) -> int:
         raise UsageError(
             f"{given.output} already exists: name a folder that is new or empty, or add --overwrite"
         ) from None
-    print(f"{given.output}: the mean of {', '.join(map(str, checkpoints))}", flush=True)
+    show(f"{given.output}: the mean of {', '.join(map(str, checkpoints))}")
     return 0
 
 
@@ -74,11 +75,11 @@ def choose(given: Words, checkpoints: list[Path], soup: Any) -> list[Path]:
             if metric not in found:
                 names = ", ".join(sorted(found))
                 raise UsageError(f"metric_for_best_model: the evaluation has no {metric}, but {names}")
-            print(f"{metric} {found[metric]:.6g}  {'' if Path(folder).name == 'mean' else folder}".rstrip(), flush=True)
+            show(f"{metric} {found[metric]:.6g}  {'' if Path(folder).name == 'mean' else folder}".rstrip())
             return float(found[metric])
 
         made = soup.greedy_soup(checkpoints, evaluate, given.output, greater_is_better=is_greater)
-    print(f"{metric} {made.metric:.6g}  {given.output}", flush=True)
+    show(f"{metric} {made.metric:.6g}  {given.output}")
     return [Path(folder) for folder in made.chosen]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.cli.errors import UsageError, check_no_option, suggest
 from paceline.core.optional import is_installed
+from paceline.core.terminal import show
 
 PLACEHOLDER = "MODEL"  # in the place of a model of transformers
 HEADER = """\
@@ -143,12 +144,12 @@ def run(words: Sequence[str]) -> int:
             raise UsageError(f"{place} exists: it is not overwritten; name another file") from None
         except OSError as error:
             raise UsageError(f"{place} cannot be written: {error.strerror or error}") from error
-        print(f"wrote {place}")
+        show(f"wrote {place}")
     missing = missing_extras(task)
     if missing:
-        print(f'first: pip install "paceline[{",".join(missing)}]"')
+        show(f'first: pip install "paceline[{",".join(missing)}]"')
     wanted = "" if task == "module" else " replace MODEL and the files of data, then"
-    print(f"next:{wanted} paceline train {path}")
+    show(f"next:{wanted} paceline train {path}")
     return 0
 
 
