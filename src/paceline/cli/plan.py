@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from paceline.cli.display import say
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.preview import built, read_words
 from paceline.core.metrics import jsonable
+from paceline.core.terminal import encodable
 
 FLAGS = ("--time", "--print-config", "--json")
 PROCESSES = "--processes"
@@ -45,7 +47,8 @@ def run(words: Sequence[str]) -> int:
         return 0
     say(str(found))
     if "--print-config" in given:
-        print(mask_text("\n" + print_options(found.options, found.changed)))
+        text = mask_text("\n" + print_options(found.options, found.changed))
+        print(encodable(text, sys.stdout, "backslashreplace"), flush=True)  # YAML reads these escapes, too
     return 0
 
 
@@ -83,7 +86,13 @@ def print_options(options: Mapping[str, Any], changed: Sequence[str]) -> str:
     lines = ["arguments:"]
     for name, value in options.items():
         mark = "  # not the default" if name in changed else ""
-        lines.append(f"  {name}: {json.dumps(jsonable(value), default=str)}{mark}")
+        lines.append(f"  {name}: {as_yaml(value)}{mark}")
     text = "\n".join(lines)
     yaml_text.read(text)  # JSON values are YAML
     return text
+
+
+def as_yaml(value: object) -> str:
+    """Returns a value as JSON that YAML reads as the same value: without the pairs of escapes of JSON."""
+    text = json.dumps(jsonable(value), default=str, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
