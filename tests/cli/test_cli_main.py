@@ -78,6 +78,11 @@ def test_help_on_a_command_is_that_of_the_command(capsys: pytest.CaptureFixture[
         assert capsys.readouterr().out == shown != HELP
 
 
+def test_folders_before_help_are_no_search_words(capsys: pytest.CaptureFixture[str]):
+    assert main(["export", "runs/a/checkpoint-3", "model", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("paceline export CHECKPOINT OUTPUT")
+
+
 def test_an_option_before_the_command_is_refused(capsys: pytest.CaptureFixture[str]):
     assert main(["--json", "runs", "x"]) == 2
     assert "options of a command stand after it" in capsys.readouterr().err
@@ -239,6 +244,16 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_an_output_that_is_full_is_said_in_one_line():
+    """A short output stays in a buffer until the end."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "paceline", "--version"]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (1, "paceline: [Errno 28] No space left on device\n")
 
 
 def test_a_metric_that_is_not_there_is_said_in_one_sentence(

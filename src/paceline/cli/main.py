@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from paceline.args.secrets import mask_text
@@ -60,12 +61,15 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if words is None else words)
     try:
-        return dispatch(words)
+        code = dispatch(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # an error is reported here, and not by Python at exit
+        return code
     except UsageError as error:
         tell(str(error))
         return 2
-    except BrokenPipeError:  # the reader (`| head`) has closed the pipe; Python would report it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe
+        drop_output()
         return 141
     except KeyboardInterrupt:
         print("\npaceline: interrupted", file=sys.stderr)
@@ -84,7 +88,17 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         tell(text)
+        try:
+            sys.stdout.flush()
+        except (AttributeError, OSError):  # no output, or it is what failed
+            drop_output()
         return 1
+
+
+def drop_output() -> None:
+    """Discards what the standard output has not taken: at exit Python would try again, and report the error again."""
+    with suppress(AttributeError, OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def dispatch(words: list[str]) -> int:

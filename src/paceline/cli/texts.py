@@ -340,7 +340,7 @@ TEXTS = {
 
 def help_on(command: str, words: Sequence[str]) -> str:
     """Returns the help of a command or, with words after `--help`, the options that contain one of the words."""
-    if command not in ("demo", "train", "export"):
+    if command not in ("demo", "train"):
         return TEXTS[command]
     before = ["", *words]  # a word behind an option is its value
     wanted = [
