@@ -125,6 +125,14 @@ def test_a_full_disk_costs_the_file(
     assert list((tmp_path / "media").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["t", "混同行列" * 10])  # each of these letters takes nine bytes of the file's name
+def test_a_file_that_cannot_be_made_ends_no_run(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    if name == "t":
+        (tmp_path / "media").write_text("in the way")
+    make_table(tmp_path, name, 1, ["a"], [[1]])
+    assert "could not be written, and the run goes on" in caplog.text
+
+
 class Heard(TrainerCallback):
     def __init__(self) -> None:
         self.media: list[Any] = []

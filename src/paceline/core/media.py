@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -112,7 +113,8 @@ def write(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the name is too long, or the disk is read-only
+            partial.unlink(missing_ok=True)
         logger.warning("%s could not be written, and the run goes on: %s", path, error)
 
 
