@@ -36,6 +36,7 @@ from paceline.cli.jobs import (
 from paceline.cli.references import put_on_path, read_reference
 from paceline.core.lineage import REPORT_FILE
 from paceline.core.outputs import PredictionOutput
+from paceline.core.results import read_results
 from paceline.predictions.calibration import FILE_NAME as CALIBRATION_FILE
 from paceline.predictions.calibration import Calibrator
 from paceline.predictions.ensemble import EnsembleOutput
@@ -365,10 +366,8 @@ def show_finished(job: Job, args: TrainingArguments, say: Say) -> None:
     """Reports the results of a finished run, and the options that have changed since."""
     assert job.finished is not None
     say(f"This run is finished: {job.finished['global_step']:,} steps, in {job.folder}/.  (--fresh starts over)")
-    path = job.folder / "all_results.json"
-    if path.is_file():
-        for name, value in json.loads(path.read_text(encoding="utf-8")).items():
-            say(f"  {name} = {value}")
+    for name, value in read_results(job.folder).items():
+        say(f"  {name} = {value}")
     before, now = job.settings.get("arguments") or {}, json.loads(json.dumps(args.to_sanitized_dict(), default=str))
     changed = [name for name in now if name in before and before[name] != now[name]]
     for name in changed:

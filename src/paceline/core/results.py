@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from paceline.args.secrets import mask_text, masked
 from paceline.core.metrics import jsonable
 from paceline.core.optional import LateModule
+from paceline.core.retry_writer import replace_whole, set_aside
 
+logger = logging.getLogger(__name__)
 terminal = LateModule("paceline.core.terminal")
+
+ALL_RESULTS = "all_results.json"
 
 
 def print_metrics(split: str, metrics: dict[str, Any]) -> None:
@@ -23,12 +28,35 @@ def print_metrics(split: str, metrics: dict[str, Any]) -> None:
 
 
 def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool) -> None:
-    """Writes `{split}_results.json`; `combined` also merges into `all_results.json`, where later values win."""
+    """Writes `{split}_results.json`; `combined` also merges into `all_results.json`, where later values win.
+
+    Both are replaced atomically. Raises: OSError, if writing fails.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     values = masked(jsonable(metrics))
-    (folder / f"{split}_results.json").write_text(json.dumps(values, indent=4, sort_keys=True), encoding="utf-8")
-    if not combined:
-        return
-    path = folder / "all_results.json"
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**earlier, **values}, indent=4, sort_keys=True), encoding="utf-8")
+    _write(folder / f"{split}_results.json", values)
+    if combined:
+        _write(folder / ALL_RESULTS, {**read_results(folder), **values})
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Returns the metrics in `all_results.json`; empty without the file.
+
+    A damaged file is renamed, with a warning: it must not end a run that has trained.
+    """
+    path = folder / ALL_RESULTS
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        values = None
+    if isinstance(values, dict):
+        return values
+    kept = set_aside(path)
+    logger.warning("%s could not be read%s: it is begun anew.", path, f" and is kept as {kept.name}" if kept else "")
+    return {}
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    replace_whole(path, json.dumps(values, indent=4, sort_keys=True))
