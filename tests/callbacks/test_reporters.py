@@ -170,6 +170,16 @@ def test_csv_of_a_resumed_run_has_each_step_once(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("space", ["\x0b", "\x0c", "\x1d", "\x85", "\u2028"])
+def test_csv_keeps_texts_with_unusual_breaks(tmp_path, space):
+    """Python splits lines at these characters, and csv writes them without quotes."""
+    run(CSVReporter(), tmp_path, [{"note": f"a{space}b"}, {"loss": 1.0}])
+    assert [(row["step"], row["note"]) for row in csv_log.read(tmp_path / "log.csv")[1]] == [
+        ("1", f"a{space}b"),
+        ("2", ""),
+    ]
+
+
 def test_csv_after_the_run(tmp_path):
     run(CSVReporter(), tmp_path, losses(1))
     CSVReporter().on_log(arguments(tmp_path), TrainerState(global_step=1), TrainerControl(), logs={"loss": 2})

@@ -58,7 +58,8 @@ def read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """Returns columns and rows. An incomplete last row, left by a crash, is ignored."""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         text = file.read()
-    reader = csv.DictReader(text.splitlines(keepends=True))
+    # no splitlines: it would also split at characters, such as a form feed, that csv leaves without quotes
+    reader = csv.DictReader(io.StringIO(text, newline=""))
     rows = list(reader)
     if rows and not text.endswith("\n"):
         rows.pop()
