@@ -22,6 +22,7 @@ from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.lineage import REPORT_FILE
 from paceline.report.curves import make_charts, smoothed, thin
+from paceline.report.page import duration
 from paceline.report.run_data import read_run
 from paceline.report.svg import limits, number, ticks
 from paceline.report.write import write_report
@@ -587,3 +588,14 @@ def test_charts_of_bokeh_in_a_browser(tmp_path, width, mode):
     assert title is not None
     found = json.loads(html.unescape(title.group(1)))
     assert set(found.values()) == {True}, found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.01234, "0.0123 s"), (59.94, "59.9 s"), (59.97, "1 min 0 s"), (119.7, "2 min 0 s"), (3599.6, "1 h 0 min"),
+        (7199, "1 h 59 min"), (90, "1 min 30 s"), (float("nan"), "nan s"), (float("inf"), "inf s"), ("soon", None),
+    ],
+)  # fmt: skip
+def test_no_minute_has_sixty_seconds(seconds, text):
+    assert duration(seconds) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -421,11 +422,11 @@ def duration(seconds: Any) -> str | None:
     """Formats seconds for people; None for anything that is no number."""
     if not isinstance(seconds, int | float):
         return None
-    minutes, rest = divmod(float(seconds), 60)
+    if not math.isfinite(seconds) or seconds < 59.95:  # from there on, three digits would be 60 s
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:.0f} h {minutes:.0f} min"
-    return f"{minutes:.0f} min {rest:.0f} s" if minutes else f"{rest:.3g} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
