@@ -8,6 +8,7 @@ import pytest
 from train_jobs import MODULE, check_finished, check_refused, losses, module_of, results, write_job
 
 from paceline.cli.main import main
+from paceline.cli.train import choose_stages
 
 CONFIG = """
 model: {{factory: "{module}:Net", width: 4}}
@@ -220,3 +221,9 @@ def test_without_a_model_or_data_the_section_is_named(tmp_path: Path, capsys: py
     path.write_text(f"output_dir: {tmp_path}/run\nmodel: torch.nn:Identity\n", encoding="utf-8")
     assert main(["train", str(path)]) == 2
     assert "'data' is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["true", True, "y", "YES", "t", "On", 1, " true "])
+def test_a_stage_is_on_by_every_word_that_the_options_take(word: object):
+    assert choose_stages({"do_train": word, "do_eval": "n", "do_predict": word}) == ("do_train", "do_predict")
+    assert choose_stages({"do_train": "f"}) == ("do_eval",)

@@ -216,6 +216,8 @@ def hold_out(splits: Splits, fraction: float, seed: int) -> None:
     """Splits off evaluation data: random rows, or the end of text files, whose lines are consecutive."""
     if splits.eval is not None:
         raise UsageError("data.eval_fraction: the data has an evaluation split of its own")
+    if splits.train is None:
+        raise UsageError("data.eval_fraction: it is a part of 'train', which is missing")
     if len(splits.train) < 2:
         raise UsageError(f"data.eval_fraction: {len(splits.train)} rows cannot be split")
     parts = splits.train.train_test_split(test_size=fraction, shuffle=not splits.is_lines, seed=seed)

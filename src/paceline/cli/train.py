@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.args.coercion import TRUE_WORDS
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.jsonl import JSONLReporter
 from paceline.cli import job_predictions
@@ -185,10 +186,8 @@ def check_checkpoint(framework: str, checkpoint: Path | None) -> None:
 def choose_stages(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the stages that are switched on; if there is none, training and evaluation unless switched off."""
     given = [name for name in STAGES if name in arguments]
-    if not any(str(arguments[name]).lower() in ("true", "1", "yes", "on") for name in given):
-        left_out = set(given)
-        return tuple(name for name in ("do_train", "do_eval") if name not in left_out)
-    return tuple(name for name in given if str(arguments[name]).lower() in ("true", "1", "yes", "on"))
+    switched_on = tuple(name for name in given if str(arguments[name]).strip().lower() in TRUE_WORDS)
+    return switched_on or tuple(name for name in ("do_train", "do_eval") if name not in given)
 
 
 def check_splits(splits: Splits, args: TrainingArguments, stages: Sequence[str], given: Mapping[str, Any]) -> None:
