@@ -18,6 +18,9 @@ from paceline.cli import watch
 from paceline.cli.main import main
 from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.terminal import fit, sparkline, width_of
+from paceline.report.page import make_page
+from paceline.report.run_data import read_run
+from paceline.report.run_table import list_runs
 from paceline.report.status import read_status
 
 
@@ -133,6 +136,31 @@ def test_damaged_records(tmp_path: Path, content: str, capsys: pytest.CaptureFix
     (tmp_path / "run.json").write_text(content)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     assert "5" in capsys.readouterr().out
+
+
+HUGE = 10**400  # JSON has it, and no float
+
+
+@pytest.mark.parametrize(
+    ("record", "row", "state"),
+    [
+        ({"end": {"state": {}, "step": HUGE}}, {"eval_loss": HUGE}, {"log_history": True}),
+        ({"end": {"state": ["finished"], "time": HUGE}}, {"train_runtime": -HUGE}, {"log_history": 3}),
+        ({"run": {"starts": [["x", HUGE]]}}, {"time/data": HUGE}, {"max_steps": HUGE}),
+        ({"plan": {"max_steps": HUGE}}, {"loss": HUGE, "time": HUGE}, {"log_history": {"step": 1}}),
+    ],
+)
+def test_values_of_the_wrong_kind_are_left_out(
+    tmp_path: Path, record: dict[str, Any], row: dict[str, Any], state: dict[str, Any]
+) -> None:
+    write_run(tmp_path / "run", 10, **record)
+    with (tmp_path / "run" / "log.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 10, **row}) + "\n")
+    (tmp_path / "run" / "checkpoint-10").mkdir()
+    (tmp_path / "run" / "checkpoint-10" / "trainer_state.json").write_text(json.dumps(state))
+    assert "step        10" in "\n".join(watch.draw(read_status(tmp_path / "run"), 80))
+    assert "training loss" in make_page([read_run(tmp_path / "run")])
+    assert [found.name for found in list_runs(tmp_path).rows] == ["run"]
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,11 @@ def _evaluation(status: RunStatus) -> str:
     shown = [
         f"{name.removeprefix('eval_')} {value:.4g}"
         for name, value in values.items()
-        if isinstance(value, int | float) and not name.endswith(("_runtime", "_per_second"))
+        if _is_shown(value) and not name.endswith(("_runtime", "_per_second"))
     ]
     return f"{', '.join(shown)} (step {step:,})" if shown and step is not None else ""
+
+
+def _is_shown(value: object) -> bool:
+    """True for a number, except for integers of a damaged file that no float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)

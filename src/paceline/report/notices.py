@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,7 +75,7 @@ def data_of(run: RunData) -> list[list[Any]]:
 
 def when_of(value: object) -> str:
     """Returns a time without its fraction, in UTC; a text stays as it is."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return datetime.datetime.fromtimestamp(int(value), datetime.UTC).isoformat()
         except (ValueError, OverflowError, OSError):

@@ -420,7 +420,7 @@ def _as_text(value: Any) -> str:
 
 def duration(seconds: Any) -> str | None:
     """Formats seconds for people; None for anything that is no number."""
-    if not isinstance(seconds, int | float):
+    if not isinstance(seconds, int | float) or (isinstance(seconds, int) and abs(seconds) > 2**53):
         return None
     if not math.isfinite(seconds) or seconds < 59.95:  # from there on, three digits would be 60 s
         return f"{seconds:.3g} s"

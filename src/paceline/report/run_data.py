@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.checkpoint import folders
+from paceline.core.counts import is_count
 from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
 from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE
 from paceline.core.record import jsonable
@@ -93,7 +94,7 @@ class RunData:
     def max_steps(self) -> int | None:
         """The optimizer steps of the whole run; None if unknown."""
         for value in (self.state.get("max_steps"), _mapping(self.record.get("plan")).get("max_steps")):
-            if isinstance(value, int) and value > 0:
+            if is_count(value) and value > 0:
                 return value
         return None
 
@@ -274,7 +275,8 @@ def _logged_rows(folder: Path, state: Mapping[str, Any], problems: list[str]) ->
     """Returns the rows of `log.jsonl`, or those of the newest checkpoint if they reach a later step."""
     logged = [row for row in _read_lines(folder / LOG_FILE, problems) if _is_step(row.get("step"))]
     saved = state.get("log_history")
-    saved = [row for row in saved if isinstance(row, dict) and _is_step(row.get("step"))] if saved else []
+    saved = saved if isinstance(saved, list) else []
+    saved = [row for row in saved if isinstance(row, dict) and _is_step(row.get("step"))]
     return saved if _last_step(saved) > _last_step(logged) else logged
 
 

@@ -165,7 +165,7 @@ def state_of(run: RunData, end: dict[str, Any]) -> str:
     """Returns the state of a run: running, or as its record says, or as its last step tells."""
     if is_held(run.folder):
         return RUNNING
-    if end.get("state") in _ENDS:
+    if isinstance(end.get("state"), str) and end["state"] in _ENDS:
         return str(end["state"])
     return FINISHED if run.is_finished else INTERRUPTED
 

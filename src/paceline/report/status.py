@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from paceline.core.counts import is_count
 from paceline.core.journal import JOURNAL_FILE
 from paceline.core.ledger import ACTIVITIES, PREFIX
 from paceline.core.lineage import KEY
@@ -106,7 +107,7 @@ def read_status(folder: Path, now: float | None = None) -> RunStatus:
         name=run.name,
         folder=folder,
         state=state,
-        step=max(run.last_step, end["step"] if isinstance(end.get("step"), int) else 0),
+        step=max(run.last_step, end["step"] if is_count(end.get("step")) else 0),
         max_steps=run.max_steps,
         epoch=_last(run, "epoch") if run.rows else journal.get("epoch"),
         seconds=seconds_of(run, end, is_running=is_running),
@@ -153,7 +154,7 @@ def _first_step(run: RunData) -> int:
     starts = mapping(run.record.get(KEY)).get("starts")
     last = starts[-1] if isinstance(starts, list) and starts else None
     step = last[1] if isinstance(last, list) and len(last) == 2 else None
-    return step if isinstance(step, int) else 0
+    return step if is_count(step) else 0
 
 
 def _points_of(run: RunData, first: int) -> list[tuple[float, float, float]]:
