@@ -45,6 +45,16 @@ def test_a_run_that_ends_early_leaves_what_it_has(tmp_path: Path, caplog: pytest
     assert "the steps 9-9 are not recorded: this run begins after step 0 and ends with step 4" in caplog.text
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").write_text("in the way of the folder")
+    trainer = make_trainer(tmp_path, Classifier(), classification(64), max_steps=4, profile="steps=2")
+    assert trainer.train().global_step == 4
+    assert "rank0-steps2-2.trace.json.gz could not be written, and the run goes on" in caplog.text
+    assert "Profile of" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_training_is_the_same(tmp_path: Path) -> None:
     losses = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.profiling import Profiling
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
-from paceline.core.optional import require
+from paceline.core.optional import LateModule, require
 from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
+terminal = LateModule("paceline.core.terminal")
 
 FOLDER = "profile"  # below output_dir
 ROWS = 10  # operations in the printed table
@@ -123,15 +126,23 @@ class ProfileCallback(TrainerCallback):
     def _write(self, profile: Any, folder: Path, rank: int, state: TrainerState) -> None:
         """Writes the trace of the current range, which is complete or was cut short by the end of the run."""
         first = max(begin for begin, _ in self._ranges if begin <= max(state.global_step, self._ranges[0][0]))
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank}-steps{first}-{state.global_step}.trace.json.gz"
-        profile.export_chrome_trace(str(path))
-        if self._snapshot is not None:
-            self._snapshot._dump_snapshot(str(path).removesuffix(".trace.json.gz") + ".memory.pickle")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(path))
+            if self._snapshot is not None:
+                self._snapshot._dump_snapshot(str(path).removesuffix(".trace.json.gz") + ".memory.pickle")
+        except OSError as error:  # a full or read-only disk costs the file, not the run
+            logger.warning("%s could not be written, and the run goes on: %s", path, error)
+            with suppress(OSError):
+                path.unlink()
+            return
         if not state.is_world_process_zero:
             return
         averages = profile.key_averages()
         on_device = any(getattr(row, "self_device_time_total", 0) > 0 for row in averages)
         key = "self_device_time_total" if on_device else "self_cpu_time_total"
-        print(averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=60))
-        print(f"Profile of the steps {first} to {state.global_step}: {path} (open it in https://ui.perfetto.dev)")
+        table = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=60)
+        text = f"Profile of the steps {first} to {state.global_step}: {path} (open it in https://ui.perfetto.dev)"
+        with suppress(OSError):  # a closed pipe or a full disk behind the output ends no training
+            print(terminal.encodable(f"{table}\n{text}", sys.stdout), flush=True)
