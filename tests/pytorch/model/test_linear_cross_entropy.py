@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, check_classes, linear_cross_entropy
 from paceline.pytorch.model.linear_head import Cast, Head, Scale, Shift, Squash
 
 ROWS, FEATURES, CLASSES = 13, 6, 17
@@ -145,3 +145,10 @@ def test_weights_that_change_between_the_passes_are_an_error_where_they_are_need
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.sum().backward()
+
+
+def test_a_target_in_no_shard_is_an_error() -> None:
+    check_classes(torch.tensor([0, 4, -100]), 5, -100)
+    for wrong in (5, -1):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            check_classes(torch.tensor([0, wrong]), 5, -100)

@@ -356,6 +356,7 @@ class _Job:
 
         A collective.
         """
+        check_classes(targets, shard.num_classes, self.loss.ignore_index)
         kept = (targets != self.loss.ignore_index).unsqueeze(1)
         weights = _ShardWeights.of(self.loss, shard, targets, logits)
         index = targets.unsqueeze(1) - shard.start
@@ -443,6 +444,20 @@ class _ShardWeights:
         """Returns the sum of each row's logits times the weights of their classes, `(N, 1)`."""
         weighted = logits * self.classes if isinstance(self.classes, Tensor) else logits
         return weighted.sum(1, keepdim=True)
+
+
+def check_classes(targets: Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raises the error of torch's cross-entropy for a target that is no class: no shard would find it.
+
+    Raises:
+        IndexError: there is one.
+        RuntimeError: on a GPU, at its next synchronization.
+    """
+    is_valid = (targets == ignore_index) | ((targets >= 0) & (targets < num_classes))
+    if targets.device.type == "cuda":
+        torch._assert_async(is_valid.all(), "a target is out of bounds")
+    elif not bool(is_valid.all()):
+        raise IndexError(f"Target {int(targets[~is_valid][0])} is out of bounds.")
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor, factor: float) -> None:
