@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_WIDEST = 48  # characters of a cell
+from paceline.core.terminal import fit, plain, width_of
+
+_WIDEST = 48  # columns of a cell on a terminal
 
 
 def draw_table(
@@ -15,14 +17,17 @@ def draw_table(
     Args:
         head: the titles.
         rows: the cells.
-        widest: maximum width by title, in characters, where it is not `_WIDEST`.
+        widest: maximum width by title, in columns of a terminal, where it is not `_WIDEST`.
     """
     limits = [(widest or {}).get(title, _WIDEST) for title in head]
     cells = [[_cell(cell, limit) for cell, limit in zip(row, limits, strict=True)] for row in (head, *rows)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    widths = [max(width_of(row[place]) for row in cells) for place in range(len(head))]
+    return [
+        "  ".join(cell + " " * (width - width_of(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
 def _cell(text: str, limit: int) -> str:
-    plain = "".join(character if character.isprintable() else " " for character in text)
-    return plain if len(plain) <= limit else plain[: limit - 3] + "..."
+    shown = plain(text)
+    return shown if width_of(shown) <= limit else fit(shown, limit - 2)[:-1] + "..."
