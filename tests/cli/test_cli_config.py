@@ -89,7 +89,7 @@ def test_the_framework_is_of_the_file_or_the_command_line(tmp_path: Path):
         ("modle: x", "unknown key 'modle'; did you mean 'model'"),
         ("learning_rat: 1", "did you mean 'learning_rate'"),
         ("arguments: {max_stps: 1}", "arguments: unknown key 'max_stps'; did you mean 'max_steps'"),
-        ("arguments: 3", "arguments: expected a mapping, not a int"),
+        ("arguments: 3", "arguments: expected a mapping, not an int"),
         ("data: {trian: a.txt}", "data: unknown key 'trian'; did you mean 'train'"),
         ("data: {train: a.txt, eval: b.txt, eval_fraction: 0.1}", "exclude each other"),
         ("data: {train: a.txt, eval_fraction: 2}", "not between 0 and 1"),

@@ -114,7 +114,7 @@ def read_mapping(path: str | os.PathLike[str], is_json: bool | None = None) -> d
         return {}
     if not isinstance(content, dict):
         hint = "; 'name: value' needs a space after the colon" if _lacks_space(content) else ""
-        raise ValueError(f"{path} holds a {_kind(content)}; {EXPECTED}{hint}.")
+        raise ValueError(f"{path} holds {_kind(content)}; {EXPECTED}{hint}.")
     return content
 
 
@@ -123,4 +123,5 @@ def _lacks_space(content: object) -> bool:
 
 
 def _kind(content: object) -> str:
-    return "text" if isinstance(content, str) else type(content).__name__
+    name = type(content).__name__
+    return "text" if isinstance(content, str) else f"{'an' if name == 'int' else 'a'} {name}"

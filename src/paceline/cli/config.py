@@ -288,4 +288,5 @@ def _put(target: dict[str, Any], path: list[str], value: object, where: str) -> 
 def _kind(value: object) -> str:
     if value is None:
         return "nothing"
-    return "text" if isinstance(value, str) else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "text" if isinstance(value, str) else f"{'an' if name == 'int' else 'a'} {name}"
