@@ -66,3 +66,9 @@ def test_a_guess_that_can_mean_two_options_names_both() -> None:
 def test_a_guess_means_known_words_only() -> None:
     assert did_you_mean("lr", ["lr_max", "width"]) == ""
     assert did_you_mean("steps", ["step"]) == "; did you mean 'step'?"
+
+
+def test_no_private_name_is_proposed() -> None:
+    assert did_you_mean("gpus", ["_n_gpu", "seed"]) == ""
+    assert did_you_mean("n_gpu", ["_n_gpu", "seed"]) == ""
+    assert did_you_mean("_n_gpus", ["_n_gpu", "seed"]) == "; did you mean '_n_gpu'?"

@@ -24,7 +24,7 @@ def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
             words that begin with it, and these before similar spelling.
         prefix: text put before the candidate, such as the dashes of a command line.
     """
-    known = list(candidates)
+    known = [name for name in candidates if word.startswith("_") or not name.startswith("_")]  # none that is private
     # imported for an error only: it would be loaded with every Trainer
     synonyms = importlib.import_module("paceline.args.synonyms")
     near = synonyms.meant_by(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.9)
