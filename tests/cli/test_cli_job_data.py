@@ -100,6 +100,14 @@ def test_what_is_wrong_is_said(files: Path, data: Any, message: str):
         load_data(config(files, data), None, 0)
 
 
+def test_brackets_in_the_name_of_a_folder_are_no_pattern(files: Path):
+    folder = files / "data[1]"
+    folder.mkdir()
+    (files / "rows.jsonl").rename(folder / "rows-1.jsonl")
+    assert len(load_data(config(folder, "rows-1.jsonl"), None, 0).train) == 10
+    assert len(load_data(config(folder, "rows-*.jsonl"), None, 0).train) == 10
+
+
 def test_the_kind_of_a_file_is_its_ending_compressed_or_not(tmp_path: Path):
     assert find_format("data", [Path("a.jsonl.gz"), Path("b.JSON")], None) == "json"
     assert find_format("data", [Path("a.unknown")], "tsv") == "csv"

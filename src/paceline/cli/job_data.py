@@ -158,7 +158,8 @@ def find_paths(config: JobConfig, where: str, value: object) -> list[Path]:
         if found is not None:
             paths.append(found)
             continue
-        matches = [Path(path) for base in (config.folder, Path.cwd()) for path in sorted(glob.glob(str(base / name)))]
+        patterns = [str(Path(glob.escape(str(base))) / name) for base in (config.folder, Path.cwd())]
+        matches = [Path(path) for pattern in patterns for path in sorted(glob.glob(pattern))]
         if not matches:
             near = suggest(Path(name).name, [path.name for path in (config.folder / name).parent.glob("*")])
             raise UsageError(f"{where}: there is no {name!r} in {config.folder} or the current folder{near}")
@@ -195,8 +196,9 @@ def load_rows(datasets: Any, where: str, paths: Sequence[Path], kind: str) -> An
         options = {"keep_linebreaks": True}
     elif kind == "csv" and all(".tsv" in path.suffixes for path in paths):
         options = {"sep": "\t"}
+    files = [glob.escape(str(path)) for path in paths]  # `datasets` takes names for patterns, too
     try:
-        return datasets.load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+        return datasets.load_dataset(kind, data_files=files, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         cause = error.__cause__ or error
         raise UsageError(f"{where}: {', '.join(map(str, paths))} cannot be read as {kind}: {cause}") from error
