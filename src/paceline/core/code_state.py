@@ -1,6 +1,6 @@
 """The state of the user's code: commit and branch, uncommitted changes and untracked Python files of its repository.
 
-Standard library only. A repository that is slow, broken or missing gives nothing, and no error.
+Standard library only. A repository that is slow, broken or missing yields empty results, and no error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from paceline.args.secrets import MASK, mask_text, masked
 from paceline.core.lineage import DIFF_FILE
 from paceline.core.record import GIT_SECONDS, git, git_output
 
-MOST_BYTES = 1_000_000  # of the diff that is kept
+MOST_BYTES = 1_000_000  # largest size of the diff
 MOST_FILES = 100  # untracked files that are hashed
-_CHUNK = 50  # lines masked at once: a regular expression keeps the interpreter to itself while it runs
+_CHUNK = 50  # lines masked at once: a regular expression holds the GIL while it runs
 
 
 def read_changes(folder: Path) -> tuple[dict[str, Any], str]:
     """Returns the entries of `run.json` below `git` for uncommitted code, and the diff, secrets masked.
 
-    The diff is that of tracked files against the commit, cut to `MOST_BYTES` at the end of a line, which its last line
-    then says. It is empty if nothing differs, and without a repository, for which there are no entries either.
+    The diff is that of tracked files against the commit, cut at the end of a line to `MOST_BYTES`; the last line of a
+    cut diff states that. The diff is empty if nothing differs. Without a repository, diff and entries are empty.
 
     Args:
         folder: a folder of the repository.
@@ -46,7 +46,7 @@ def read_changes(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def mask_lines(text: str) -> str:
-    """Returns a text with secrets masked; also private keys whose lines have a mark of a diff before them."""
+    """Returns a text with secrets masked, private keys in lines that begin with "+" or "-" of a diff included."""
     lines = list(_without_keys(text.splitlines(keepends=True)))
     chunks = ["".join(lines[start : start + _CHUNK]) for start in range(0, len(lines), _CHUNK)]
     return "".join(masked([chunk])[0] for chunk in chunks)

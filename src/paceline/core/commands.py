@@ -167,16 +167,16 @@ def check_owner(folder: Path) -> None:
 
 @contextmanager
 def sent(folder: Path, command: str, value: float | None, timeout: float) -> Iterator[str]:
-    """Returns a context in which a command lies in a folder; yields its id, and leaves no file behind.
+    """Returns a context in which a folder holds a command; yields its id, and leaves no file behind.
 
     Args:
         folder: the output folder of the run.
         command: one of `ACTIONS` or `CHANGES`.
         value: the value of a change.
-        timeout: seconds to wait while another command lies there.
+        timeout: seconds to wait while the folder holds another command.
 
     Raises:
-        TimeoutError: another command was not taken in time.
+        TimeoutError: another command was not read in time.
         OSError: the folder cannot be written to.
     """
     command_id = uuid.uuid4().hex
@@ -196,7 +196,7 @@ def sent(folder: Path, command: str, value: float | None, timeout: float) -> Ite
         temporary.unlink(missing_ok=True)
         answer.unlink(missing_ok=True)
         with suppress(OSError):
-            if path.read_bytes() == content:  # the run has not taken it
+            if path.read_bytes() == content:  # the run has not read it
                 path.unlink()
 
 
@@ -214,7 +214,7 @@ def wait_for_answer(folder: Path, command_id: str, timeout: float) -> tuple[bool
 
 
 def is_waiting(folder: Path) -> bool:
-    """True if the run has not taken the command yet."""
+    """True if the run has not read the command yet."""
     return os.path.lexists(folder / COMMAND_FILE)
 
 
@@ -232,7 +232,7 @@ def _create(path: Path, content: bytes) -> None:
 
 
 def _publish(temporary: Path, path: Path) -> bool:
-    """Gives a whole file its name, unless there is one of this name. Returns False in this case."""
+    """Renames a complete file to `path`. Returns False, and keeps both files, if `path` exists."""
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -142,7 +142,7 @@ class Pending(Protocol):
 
 
 class Notifying(Pending, Protocol):
-    """Work in progress on another thread, which tells a listener when it has finished."""
+    """Work in progress on another thread, which notifies a listener when it has finished."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         """Sets the function that the other thread calls after it has set `is_due`."""
@@ -191,7 +191,7 @@ class Strategy(Protocol):
     runs_windows: bool  # the strategy itself runs forward and backward of all micro-batches of an optimizer step
     is_spmd: bool  # tensors have no address, so aliases cannot be detected
     is_lazy: bool  # operations are deferred until `run_deferred`
-    clips_itself: bool  # the backend clips by its own configuration, whatever `clip` is given
+    clips_itself: bool  # the backend clips by its own configuration and ignores the argument of `clip`
     accepts_full_model: bool  # the full model is put on the device before `prepare`
     delays_grad_sync: bool  # `micro_step` has an effect; a single-process step may skip it otherwise
     min_micro_batches: int  # the fewest micro-batches that `run_window` accepts; `divide` splits a window into more

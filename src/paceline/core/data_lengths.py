@@ -30,13 +30,13 @@ Shape = tuple[int | None, ...]
 
 
 def describe_samples(dataset: object, input_name: str = "input_ids") -> list[str]:
-    """Returns a line about the samples of a dataset; none where nothing can be told without running its code.
+    """Returns [line about the samples of a dataset]; [] if the line would require running the dataset's code.
 
     Args:
         dataset: the training data, of any kind.
         input_name: the field of a sample that holds its tokens.
     """
-    with suppress(Exception):  # a damaged file, or an object that only looks like one of these: training will tell
+    with suppress(Exception):  # a damaged file, or an object that only looks like one of these: training reports it
         text = _stored(dataset, input_name) or _from_specification(dataset) or _from_rows(dataset, input_name)
         return [text] if text else []
     return []

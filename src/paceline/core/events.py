@@ -195,7 +195,7 @@ def ignores_keywords(method: Method) -> Method:
 class _FaultBarrier:
     """Catches the exceptions of one `may_fail` callback: logs the first, disables it after three in a row.
 
-    One that took longer than `PATIENCE` disables it at once: the client of a service that hangs waits for minutes.
+    A failed call that took longer than `PATIENCE` disables it at once: the client of a hanging service waits minutes.
     """
 
     LIMIT = 3
@@ -217,7 +217,7 @@ class _FaultBarrier:
                 result = method(args, state, control, **kwargs)
             except Exception as error:
                 self.report(event, error)
-                self.give_up(time.monotonic() - start)
+                self.disable_slow(time.monotonic() - start)
                 return None
             self.in_a_row = 0
             return result
@@ -233,7 +233,7 @@ class _FaultBarrier:
             else:
                 logger.warning("%s failed in %s; the run goes on.", self.name, event, exc_info=error)
 
-    def give_up(self, seconds: float) -> None:
+    def disable_slow(self, seconds: float) -> None:
         """Disables the callback if its failed call took too long."""
         if seconds > self.PATIENCE and self.in_a_row < self.LIMIT:
             self.in_a_row = self.LIMIT
@@ -490,7 +490,7 @@ class CallbackHandler(TrainerCallback):
         if not any(base.__name__ == "DefaultFlowCallback" for cb in self.callbacks for base in type(cb).__mro__):
             logger.warning(
                 "The Trainer will not work properly if you don't have a `DefaultFlowCallback`: nothing is logged, "
-                "evaluated or saved but what another asks for. trainer.add_callback(DefaultFlowCallback) puts it back."
+                "evaluated or saved unless another callback requests it. Use trainer.add_callback(DefaultFlowCallback)."
             )
         control.begin_training()
         return self.fire("on_train_begin", args, state, control, **kwargs)
@@ -587,21 +587,21 @@ def _overrides(callback: Any, event: str) -> bool:
 
 
 def close_run(handler: object, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-    """Calls `on_run_closed` of the callbacks that have it, after the parts of a run are closed, even after an error."""
+    """Calls `on_run_closed` of callbacks that define it, after the parts of a run are closed, even after an error."""
     call_own_event(handler, "on_run_closed", args, state, control)
 
 
 def has_listener(handler: object, event: str) -> bool:
-    """True if a callback has an event that is not one of the reference's."""
+    """True if a callback has a method for an event that the Hugging Face Trainer does not have."""
     return any(hasattr(callback, event) for callback in getattr(handler, "callbacks", ()))
 
 
 def call_own_event(
     handler: object, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any
 ) -> None:
-    """Calls an event that is not one of the reference's, of the callbacks that have it.
+    """Calls an event that the Hugging Face Trainer does not have, on the callbacks that define it.
 
-    A `call_event` that a library has put into the handler would ask every callback for the method (setfit).
+    A `call_event` that a library has assigned to the handler (setfit) would look up the method on every callback.
     """
     if isinstance(handler, CallbackHandler):
         CallbackHandler.call_event(handler, event, args, state, control, **values)

@@ -15,7 +15,7 @@ class Goodput(NamedTuple):
     """The use of the time since a run was first started.
 
     Attributes:
-        useful: seconds that contributed to the present weights, over all starts. Steps that were lost and repeated
+        useful: seconds that contributed to the current weights, over all starts. Steps that were lost and repeated
             count once.
         wall: seconds since the first start, including the time in which nothing ran.
         num_starts: the number of times that the run was started or resumed.

@@ -92,7 +92,7 @@ def _how_to_resume(plan: Plan) -> str:
     command = resume_command(sys.argv)
     if command is None:
         return "train(resume_from_checkpoint=True)"
-    return command if plan.world_size == 1 else "the same command"  # that of the launcher is not known here
+    return command if plan.world_size == 1 else "the same command"  # the launcher's command line is unknown
 
 
 def optimizer_line(optimizer: str, rates: Iterable[float], schedule: str) -> str:
@@ -104,6 +104,6 @@ def optimizer_line(optimizer: str, rates: Iterable[float], schedule: str) -> str
 
 
 def show_header(plan: Plan, facts: RunFacts, folder: Path | None, first_step: int, samples: Sequence[str] = ()) -> None:
-    """Prints the header of a run. A closed pipe or a full disk behind the output ends no training."""
+    """Prints the header of a run. A closed pipe or a full disk behind the output does not end the training."""
     with suppress(OSError):
         terminal.show(header(plan, facts, folder, first_step, samples))

@@ -24,7 +24,7 @@ def interrupts_described(describe: Callable[[], str | None]) -> Iterator[None]:
     """Returns a context that logs a line before a KeyboardInterrupt is passed on.
 
     A program that does not catch it ends with this line, without a traceback. The second Ctrl-C keeps its traceback,
-    which tells where a step hangs.
+    which shows where a step hangs.
 
     Args:
         describe: returns the line, or None if this process logs none.

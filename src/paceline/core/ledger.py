@@ -218,7 +218,7 @@ def slow_processes(times: Sequence[Mapping[str, float]]) -> list[str]:
         times: the seconds by activity of each rank.
     """
     work = [sum(seconds.get(ACTIVITIES[index], 0.0) for index in OWN_WORK) for seconds in times]
-    typical = sorted(work)[(len(work) - 1) // 2]  # of an even number, the lower one in the middle
+    typical = sorted(work)[(len(work) - 1) // 2]  # the median; the lower middle value of an even number
     told = []
     for rank, (own, seconds) in enumerate(zip(work, times, strict=True)):
         wall = sum(value for name, value in seconds.items() if name != ACTIVITIES[SETUP])

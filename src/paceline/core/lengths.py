@@ -67,8 +67,8 @@ def find_lengths(dataset: Any, column: str = "length", model_input_name: str | N
     """
     if getattr(dataset, "changes_by_epoch", False):
         raise ValueError(
-            f"A {type(dataset).__name__} has other samples in each epoch, so their lengths cannot be planned with: "
-            "use train_sampling_strategy='random' without a token budget, or packing='flatten'."
+            f"A {type(dataset).__name__} draws other samples in each epoch, so their lengths cannot be known in "
+            "advance: use train_sampling_strategy='random' without a token budget, or packing='flatten'."
         )
     size = len(dataset)
     names = getattr(dataset, "column_names", None) or ()

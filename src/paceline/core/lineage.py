@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 RECORD_NAME = "run.json"  # in the output folder
 REPORT_FILE = "report.html"  # in the output folder
-DIFF_FILE = "uncommitted.diff"  # in the output folder; of earlier starts `uncommitted.1.diff` and so on
+DIFF_FILE = "uncommitted.diff"  # in the output folder; those of earlier starts are `uncommitted.1.diff` and so on
 PACKAGES_FILE = "packages.txt"  # in the output folder
 PROGRESS_FILE = "progress.json"  # in a checkpoint
 KEY = "run"  # the key of the mark in both files

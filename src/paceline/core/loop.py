@@ -89,7 +89,7 @@ class Loop:
         self.logged_sum = 0.0  # sum of the losses of these steps
         self.skipped: set[tuple[int, int]] = set()  # (epoch, first sample) of windows skipped by a rewind
         self.num_allowed_for = 0  # skipped windows that `plan.max_steps` excludes already
-        self.is_heeded = False  # a request to stop was obeyed; a resumed run does the rest
+        self.is_heeded = False  # the run stops because it was requested to; a resumed run completes it
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of steps not yet read
         self._snapshot: Any = None  # the last good state, if the policy is rollback
         self._ends_epoch = False  # the epoch was to end at the snapshot
@@ -97,7 +97,7 @@ class Loop:
         self.batches_per_epoch = micro_batches_in(plan, state.max_steps)
 
     def follow(self, plan: Plan) -> None:
-        """Takes over the plan of a later part of the run, between two epochs; its length and intervals stay."""
+        """Adopts the plan of a later phase, between two epochs; length and intervals of the run stay as they are."""
         self.plan, self.micro_batches = plan, MicroBatchSize(plan)
         self.resize()
         self.batches_per_epoch = micro_batches_in(plan, self.state.max_steps)
@@ -186,7 +186,7 @@ class Loop:
         self.end_epoch(is_exhausted or control.should_epoch_stop or feed.batches >= per_epoch)
 
     def begin_epoch(self, epoch: int) -> TrainerControl:
-        """Opens the data at its position and fires the event; returns the control."""
+        """Opens the data at its position and fires on_epoch_begin; returns the control."""
         feed, note, now = self.feed, self.ledger.note, self.ledger.now
         is_ended = self.control.should_epoch_stop and feed.is_restored and feed.consumed > 0  # before a restart
         note((OTHER, now()))
@@ -197,7 +197,7 @@ class Loop:
         return control
 
     def stop_without_data(self, epoch: int) -> None:
-        """Stops the training: an epoch without a single batch would be followed by others."""
+        """Stops the training with a warning: the epoch had no batch, and a further one would have none either."""
         logger.warning(
             "There seems not to be a single sample in your epoch_iterator: the training data gave no batch in "
             "epoch %d, stopping training at step %d of %d.",
@@ -206,7 +206,7 @@ class Loop:
         self.control.should_training_stop = True
 
     def end_epoch(self, is_exhausted: bool) -> None:
-        """Fires the event, then logs, evaluates and saves if due; does nothing if a signal ended the epoch early."""
+        """Fires on_epoch_end, then logs, evaluates and saves if due; does nothing if a signal ended the epoch early."""
         if self.is_heeded:
             return
         if is_exhausted:  # a checkpoint written from now on resumes with the next epoch
@@ -246,13 +246,13 @@ class Loop:
         return output
 
     def resize(self) -> None:
-        """Takes over the present micro-batch size, in a plan that only the loop holds."""
+        """Adopts the current micro-batch size; changes the loop's own copy of the plan only."""
         self.plan = self.micro_batches.plan
         self.state.train_batch_size = self.plan.micro_batch_size
 
     def emit(self, event: str, **extra: Any) -> None:
         """Fires an event from inside the engine's step."""
-        self.ledger.note((OPTIMIZER, self.ledger.now()))  # at the end of a pass, microseconds
+        self.ledger.note((OPTIMIZER, self.ledger.now()))  # clipping or the optimizer; microseconds after a pass
         self.control = self.handler.fire(event, self.args, self.state, self.control, **extra)
         self.ledger.note((OTHER, self.ledger.now()))
 
@@ -344,7 +344,7 @@ class Loop:
         return self.logged_sum / self.num_logged if self.num_logged else nothing
 
     def keep_snapshot(self) -> None:
-        """Stores the present state as the last good one."""
+        """Stores the current state as the last good one."""
         self._snapshot, self._ends_epoch = self.hooks.snapshot(), self.control.should_epoch_stop
 
     def rewind(self, bad: UpdateRow) -> None:
@@ -354,7 +354,7 @@ class Loop:
         self.control.begin_step()
         self.control.should_epoch_stop = self._ends_epoch
         self.control.should_training_stop = self.signals.requested is not None
-        if self.args.max_steps <= 0:  # the epochs lose the skipped steps; max_steps must stay the last step
+        if self.args.max_steps <= 0:  # skipped steps shorten the run; max_steps must stay its last step
             num_lost = len(self.skipped) - self.num_allowed_for
             self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - num_lost)
         logger.warning("Rewound to step %d; %d samples are skipped.", self.state.global_step, bad.num_samples)
@@ -385,7 +385,7 @@ class Loop:
 
     def finish_pending(self) -> None:
         """Runs the evaluation that a signal interrupted before the checkpoint was written."""
-        logger.info("Step %d ended before its evaluation did: evaluating now.", self.state.global_step)
+        logger.info("The evaluation after step %d was interrupted: evaluating now.", self.state.global_step)
         self.control.begin_step()
         self.control.should_evaluate = True
         self.hooks.act()

@@ -13,9 +13,9 @@ from typing import Any
 
 
 def installed_packages() -> list[str]:
-    """Returns `name==version` of every installed distribution, sorted; of two with one name the first on the path.
+    """Returns `name==version` of every installed distribution, sorted.
 
-    Names are in their normal form: lower case, with hyphens.
+    Names are in their normal form: lower case, with hyphens. Of two with one name, the first on the path counts.
     """
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
@@ -26,7 +26,7 @@ def installed_packages() -> list[str]:
 
 
 def _name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Returns both from the name of the metadata folder, `NAME-VERSION.dist-info`, or else from the metadata.
+    """Returns (name, version), from the name `NAME-VERSION.dist-info` of the folder or else from its metadata.
 
     Reading the metadata of 230 distributions takes 120 ms; their folders have been listed already.
     """

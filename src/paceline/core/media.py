@@ -1,4 +1,4 @@
-"""Figures and tables of a run: files beside its checkpoints, which the report shows and the trackers are sent."""
+"""Figures and tables of a run: files beside its checkpoints, which the report shows and the trackers receive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_FOLDER = "media"  # in the output folder
 PNG_START = b"\x89PNG\r\n\x1a\n"
-MAX_CHARACTERS = 100  # of a name
+MAX_CHARACTERS = 100  # length of a name
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def make_table(folder: Path, name: str, step: int, columns: Sequence[str], rows:
 
 
 def encodable(cell: object) -> object:
-    """Returns a cell; in a text, halves of characters (surrogates), which no file can hold, become "?"."""
+    """Returns a cell; lone surrogates in a text, which cannot be encoded, become "?"."""
     return cell.encode("utf-8", "replace").decode("utf-8") if isinstance(cell, str) else cell
 
 
@@ -106,7 +106,7 @@ def path_of(folder: Path, name: str, step: int, suffix: str) -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a file; a full disk costs the file, with a warning, and not the run."""
+    """Writes a file; a failure, such as a full disk, is logged as a warning and does not end the run."""
     partial = path.with_suffix(f"{path.suffix}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 # the note of an out-of-memory that is not retried
 PARTLY_APPLIED = (
     "auto_find_batch_size does not retry it: the optimizer was updating the parameters, and some of them may be "
-    "updated already. Resume from the last checkpoint. Smaller micro-batches take no memory off this part of a step; "
-    "less is taken by optim='adafactor' or 'sgd', and with PyTorch by optimizer_state_dtype='bfloat16' or "
+    "updated already. Resume from the last checkpoint. Smaller micro-batches do not reduce the memory of this part of "
+    "a step; optim='adafactor' or 'sgd' does, and with PyTorch optimizer_state_dtype='bfloat16' or "
     "optimizer_in_backward=True."
 )
 FIRST_WAIT = 100  # optimizer steps; a try that fails costs about one
 
 
 def may_retry(error: BaseException, is_applying: bool) -> bool:
-    """Returns True if a step that ran out of memory may be repeated; else the error gets a note that says why not."""
+    """Returns True if a step that ran out of memory may be repeated; else adds a note with the reason to the error."""
     if is_applying:
         error.add_note(PARTLY_APPLIED)
     return not is_applying
@@ -38,8 +38,8 @@ class MicroBatchSize:
         plan: the plan with the original size.
 
     Attributes:
-        plan: the plan with the present size.
-        is_reduced: the present size is below the original one.
+        plan: the plan with the current size.
+        is_reduced: the current size is below the original one.
         is_watched: memory has run out in this run, so that steps are counted.
     """
 
@@ -94,14 +94,14 @@ class MicroBatchSize:
         return True
 
     def _reduced_to(self, size: int) -> Plan:
-        """Returns the last plan, in the row of halved ones, of at least this many samples per micro-batch."""
+        """Returns the plan, halved as often as its micro-batch size stays at least `size` samples."""
         plan = self.original
         while plan.micro_batch_size > 1 and (smaller := plan.halved()).micro_batch_size >= size:
             plan = smaller
         return plan
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the present size and the counts, in JSON types; empty if memory has not run out."""
+        """Returns the current size and the counts, in JSON types; empty if memory has not run out."""
         if not self.is_watched:
             return {}
         return {

@@ -76,7 +76,7 @@ class NonFiniteGuard:
         if self._num_in_a_row > MAX_REWINDS_IN_A_ROW:
             raise NonFiniteError(
                 f"Rewound {MAX_REWINDS_IN_A_ROW} times with no good step between, and still not finite at "
-                f"{describe(bad[0])}. It is hardly the samples: the model may hold what is not finite outside its "
-                "parameters and buffers, which are all that is rewound, or the learning_rate is too high."
+                f"{describe(bad[0])}. The samples are hardly the cause: the model may hold non-finite values "
+                "outside its parameters and buffers, which a rewind does not restore, or the learning_rate is too high."
             )
         return bad[0]

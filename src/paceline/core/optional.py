@@ -45,7 +45,7 @@ class LateModule:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copies, pickles and `hasattr`, which are to load nothing
+        if name.startswith("__"):  # looked up by copy, pickle and `hasattr`, which must not load the module
             raise AttributeError(name)
         return getattr(importlib.import_module(self._module), name)
 

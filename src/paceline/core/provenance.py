@@ -71,7 +71,7 @@ class Findings(threading.Thread):
 
 
 class RecordWatch(TrainerCallback):
-    """Adds what is found out about a run to its record, as soon as that costs no time of the first steps.
+    """Adds findings about a run to its record, without delaying the first optimizer steps.
 
     Args:
         put: `(entries)`: writes entries to the record.
@@ -130,7 +130,7 @@ def recording(
     is_stopped: Callable[[], bool],
     metric: str | None,
 ) -> Iterator[None]:
-    """Context manager of a training, which completes its record, `run.json`; it raises nothing of its own.
+    """Context manager of a training, which completes its record, `run.json`; it raises no errors itself.
 
     Args:
         folder: output folder of the run.

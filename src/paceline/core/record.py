@@ -190,7 +190,7 @@ def git_output(folder: Path, *arguments: str, most: int | None = None) -> tuple[
 
     Args:
         folder: where git runs.
-        arguments: of git.
+        arguments: the arguments of git.
         most: bytes of output after which git is stopped; None: any number.
     """
     program = shutil.which("git")

@@ -54,9 +54,9 @@ class Resources:
             try:
                 self.sample()
             except Exception as error:
-                self._give_up(error)
+                self._stop_sampling(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _stop_sampling(self, error: Exception) -> None:
         """Ends the sampling with a warning, because a failing driver must not end the training."""
         self._is_over.set()
         logger.warning("log_resources: no further samples are taken: %s: %s", type(error).__name__, error)
@@ -85,7 +85,7 @@ class Resources:
             try:
                 self.sample()
             except Exception as error:
-                self._give_up(error)
+                self._stop_sampling(error)
         counters, now = self._count(), time.monotonic()
         passed = max(now - self._since, 1e-9)
         with self._lock:

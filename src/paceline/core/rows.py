@@ -14,7 +14,7 @@ import numpy as np
 from paceline.core.disk_buffer import DiskBuffer, SpillFile
 
 PADDING = -100
-CHUNK_BYTES = 2**24  # of rows copied from file to file at a time
+CHUNK_BYTES = 2**24  # bytes of rows copied from file to file at a time
 
 Array = np.ndarray[Any, Any]
 

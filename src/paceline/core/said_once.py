@@ -22,7 +22,7 @@ SILENT = -1  # a record of this level is below the level of every handler
 def install(name: str, environment: Mapping[str, str]) -> None:
     """Shows the warnings of a logger and its children once for the processes that torchrun started on this machine."""
     size = environment.get("LOCAL_WORLD_SIZE", "1")
-    if not size.isdecimal() or int(size) < 2:  # what is no number is refused, by name, with the first world
+    if not size.isdecimal() or int(size) < 2:  # not a number: refused, by name, with the process group
         return
     folder = folder_of(environment, os.getppid())
     logging.getLogger(name).handlers.insert(0, ClaimingHandler(folder))

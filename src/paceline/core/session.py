@@ -343,14 +343,14 @@ class Session(ABC, Generic[RunType, FacadeType]):
         return output
 
     def describe_stop(self, folder: Path) -> str | None:
-        """Returns the line about a run that Ctrl-C has stopped; None on processes other than the first."""
+        """Returns the line about a run that Ctrl-C has stopped; None on ranks other than 0."""
         if not self.state.is_world_process_zero:
             return None
         return interrupts.describe_stop(folder, self.run_mark, self.state.global_step)
 
     @contextmanager
     def steered(self, run: RunType, requests: Requests, checkpoint: Path | None) -> Iterator[None]:
-        """Makes the changes of settings that callbacks and commands request, while entered."""
+        """Context in which the changes of settings that callbacks and commands request are made."""
 
         def begin() -> steering.SettingChanges:
             return steering.SettingChanges(
@@ -374,7 +374,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             requests.end()
 
     def is_best(self, checkpoint: Path) -> bool:
-        """True if the present model is the best one and its own checkpoint could not be written.
+        """True if the current model is the best one and its own checkpoint could not be written.
 
         Logs a warning in this case, and if a better model was lost.
 
@@ -581,7 +581,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     @abstractmethod
     def begin_state(self, plan: Plan, checkpoint: Path | None, trial: object) -> TrainerState:
-        """Returns a fresh state, or the checkpoint's state adapted to the present arguments."""
+        """Returns a fresh state, or the checkpoint's state adapted to the current arguments."""
 
     @abstractmethod
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
@@ -609,7 +609,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
 
     @abstractmethod
     def settings(self, run: RunType) -> steering.Settings:
-        """Returns what changes the settings of a run while it trains."""
+        """Returns the object that changes the settings of a run while it trains."""
 
     @abstractmethod
     def evaluation_obstacle(self) -> str | None:

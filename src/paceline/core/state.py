@@ -83,7 +83,7 @@ class Requests:
 
     Attributes:
         pending: the requests of this process, oldest first.
-        agreed: with several processes, the exchanged requests, which the next optimizer step makes.
+        agreed: with several processes, the exchanged requests, which are made before the next optimizer step.
         is_noticed: a command has arrived; set by another thread.
         wake: called after that by the same thread.
     """
@@ -98,7 +98,7 @@ class Requests:
         self._steering: Steering | None = None
 
     def open(self, begin: Callable[[], Steering]) -> None:
-        """Accepts requests from now on; `begin` creates what makes them, at the first one."""
+        """Accepts requests from now on; at the first one, `begin` returns the object that makes the changes."""
         self._begin = begin
 
     def end(self) -> None:
@@ -117,7 +117,7 @@ class Requests:
         self.wake = wake
 
     def steering(self) -> Steering:
-        """Returns what makes the changes.
+        """Returns the object that makes the changes.
 
         Raises:
             RuntimeError: no run is in progress.
@@ -177,7 +177,7 @@ class SettingControl:
 
     @property
     def steering(self) -> Steering:
-        """Returns what makes the changes of the run in progress.
+        """Returns the object that makes the changes of the run in progress.
 
         Raises:
             RuntimeError: no run is in progress.
@@ -193,7 +193,7 @@ class SettingControl:
         Assigning a value scales the rates of all groups, and the rest of the schedule, by the same factor.
 
         Raises:
-            ValueError: the assigned value is not a positive number, or the present rate is 0.
+            ValueError: the assigned value is not a positive number, or the current rate is 0.
             UnsupportedOption: the optimizer or the schedule cannot be scaled.
         """
         return self.steering.value("learning_rate")
@@ -331,9 +331,9 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = None  # type: ignore[assignment]  # as above
 
-    # no fields, since other libraries read the file of the fields
+    # not annotated, hence no fields: other libraries read the file of the fields
     phase = None  # type: str | None  # name of the training phase in progress
-    num_eval_samples = None  # type: int | None  # of one evaluation during training, if it is known
+    num_eval_samples = None  # type: int | None  # samples of one evaluation during training, if known
 
     def __post_init__(self) -> None:
         if self.log_history is None:

@@ -37,7 +37,7 @@ class Settings(Protocol):
         ...
 
     def read(self, name: str) -> float:
-        """Returns the present value of a setting."""
+        """Returns the current value of a setting."""
         ...
 
     def change(self, name: str, operation: str, value: float) -> None:
@@ -153,7 +153,7 @@ class SettingChanges(TrainerCallback):
                 self._recorded.setdefault(change["step"], []).append(request)
 
     def receive(self) -> None:
-        """Reads the command that has arrived, and requests what it asks for."""
+        """Reads the command that has arrived, and queues its request."""
         self.requests.is_noticed = False
         if self.folder is None:
             return

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 FORMAT = "2"  # part of the file name
 DIGEST_SIZE = hashlib.sha256().digest_size
-NUM_CHECKED = 16  # samples whose cached lengths are compared with the samples
+NUM_CHECKED = 16  # samples that are measured again to check cached lengths
 
 
 # ---- from Arrow data
@@ -84,8 +84,8 @@ def cached(dataset: Sized, name: str, measure: Callable[[], Lengths], measure_on
     """Returns lengths from the dataset's cache; measures them and writes the cache if there are none.
 
     The file is written under another name and renamed, so that processes may do so at the same time. A few samples are
-    measured again when it is read: a fingerprint does not cover code that a transform imports, or chance. A file that
-    is damaged, or does not fit, is replaced.
+    measured again when it is read: a fingerprint does not cover code that a transform imports, or randomness. A
+    file that is damaged, or does not fit, is replaced.
 
     Args:
         dataset: cached only if it has a fingerprint and files of its own.

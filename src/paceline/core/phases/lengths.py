@@ -19,7 +19,7 @@ class PhaseLengths:
     Args:
         phases: the phases of the run.
         epochs: optimizer steps in an epoch of each phase; None if its data has no length.
-        max_steps, num_train_epochs: as in the arguments; not above 0: the phases or the epochs are the length.
+        max_steps, num_train_epochs: as in the arguments; 0 or less: the phases or the epochs determine the length.
         rises: True if larger values of a phase's metric are better.
 
     Attributes:
@@ -101,7 +101,7 @@ class PhaseLengths:
     def with_notes(self, plan: Plan) -> Plan:
         """Returns a plan with a note for each phase, and the number of epochs of all phases."""
         notes, began, num_epochs = [], 0, 0
-        is_open = False  # a metric decides when a phase before ends
+        is_open = False  # a metric decides when an earlier phase ends
         for index, (phase, end) in enumerate(zip(self.phases, self._ends(self.max_steps), strict=True)):
             begins = "from the end of the phase before" if is_open else f"steps {began + 1:,}"
             is_open = is_open or phase.end.is_measured

@@ -1,4 +1,4 @@
-"""The objects of training phases: those that a text names, and the callbacks of the phase in progress."""
+"""The objects of training phases: those that strings name, and the callbacks of the phase in progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def loaded(phase: Phase) -> Phase:
 
 
 def load(phase: Phase, setting: str, value: object) -> Any:
-    """Returns the object that a text names; a class, and a function for a dataset, is called without arguments.
+    """Returns the object that a string names; a class, and a function for a dataset, is called without arguments.
 
     Raises:
         ValueError: there is no such module or name.

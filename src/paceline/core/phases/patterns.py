@@ -20,7 +20,7 @@ def check_patterns(phases: Sequence[Phase], every: Sequence[str], model: str, ki
         phases: the phases.
         every: all names.
         model: name of the model, for the message.
-        kind: what the names are of, for the message.
+        kind: the noun for what the names denote, for the message.
 
     Raises:
         ValueError: a pattern matches none.
@@ -37,7 +37,7 @@ def check_patterns(phases: Sequence[Phase], every: Sequence[str], model: str, ki
 
 
 def trained_in(phases: Sequence[Phase], names: Sequence[str]) -> tuple[bool, ...]:
-    """Returns, for each phase, True if it trains what has these names."""
+    """Returns, for each phase, True if it trains the parameter or variable with these names."""
     return tuple(not matches(names, phase.freeze) or matches(names, phase.train) for phase in phases)
 
 
@@ -47,7 +47,7 @@ def check_trained(phases: Sequence[Phase], trained: Sequence[Sequence[bool]], ki
     Args:
         phases: the phases.
         trained: a result of `trained_in` for each parameter or variable.
-        kind: what the names are of, for the message.
+        kind: the noun for what the names denote, for the message.
 
     Raises:
         ValueError: a phase trains nothing.

@@ -112,7 +112,7 @@ class PhaseProgress(TrainerCallback):
         return {"args": {}, "attributes": self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position among the phases, and what the watched metric has been."""
+        """Returns the position among the phases, the best value of the watched metric, and the evaluations since it."""
         return {
             "name": self.phase.name,
             "index": self.index,
