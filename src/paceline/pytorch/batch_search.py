@@ -74,8 +74,8 @@ class StepClock(TrainerCallback):
     """Takes the time of each optimizer step, and waits for the device. Steps without a target do not count.
 
     Args:
-        device: of the model.
-        size: samples of a micro-batch; the run is stopped if it had to go on with fewer. 0: any.
+        device: the device of the model.
+        size: samples of a micro-batch; the run is stopped if it continues with fewer. 0: any.
 
     Attributes:
         steps: seconds and samples of each step.
@@ -125,7 +125,7 @@ class Taken:
         is_out: memory ran out on a process.
         peak: as in `Trial`, on this process.
         has_room: a larger size may be tried.
-        is_leader: no other process that reads the same data is counted.
+        is_leader: this process is the one that is counted among those that read the same data.
     """
 
     steps: list[tuple[float, int]]
@@ -151,8 +151,8 @@ def check_support(args: TrainingArguments, plan: Plan) -> None:
     """Checks that micro-batches have a fixed number of samples, and that several processes can agree on the largest.
 
     Raises:
-        UnsupportedOption: micro-batches are not made by a number of samples; or the strategy or an option has no way
-            to tell the other processes of an out-of-memory.
+        UnsupportedOption: micro-batches are not made by a number of samples; or the strategy or an option cannot report
+            an out-of-memory to the other processes.
     """
     for name in ("per_device_train_tokens", "packing"):
         value = getattr(args, name)
@@ -165,7 +165,7 @@ def check_support(args: TrainingArguments, plan: Plan) -> None:
         if getattr(args, name):
             raise UnsupportedOption(
                 f"find_batch_size: {name}=True is not supported on {plan.world_size} processes, which could not "
-                "give up a step together. Unset it, or run the search on one process."
+                "abandon a step together. Unset it, or run the search on one process."
             )
 
 
@@ -205,7 +205,7 @@ def trial_runs(
             "per_device_train_batch_size": size,
             "gradient_accumulation_steps": 1,
             "dataloader_drop_last": True,  # a smaller batch at the end of an epoch would take less time
-            "auto_find_batch_size": plan.world_size > 1,  # processes tell each other of an out-of-memory
+            "auto_find_batch_size": plan.world_size > 1,  # an out-of-memory is reported to all processes
         }
         train(options, clock)
 
@@ -222,10 +222,10 @@ def search(
 
     Args:
         run: `(size, clock)`: trains a few optimizer steps with micro-batches of this size, and undoes their effects.
-            With several processes, an out-of-memory on one of them makes all of them go on with a smaller size.
+            With several processes, an out-of-memory on one of them makes all of them continue with a smaller size.
         world: the processes.
         lowest, highest: the first and the last size.
-        is_leader: this process is counted among those that read the same data.
+        is_leader: this process is the one that is counted among those that read the same data.
     """
     device = world.device
     trials: list[Trial] = []
@@ -266,7 +266,7 @@ def search(
 
 
 def is_agreed(error: BaseException, world: World) -> bool:
-    """Returns True if all processes know of an out-of-memory. Else this one raises it, which ends the others."""
+    """Returns True for an out-of-memory that was reported to all processes. Raises any other error, which ends them."""
     return not world.is_distributed or isinstance(error.__cause__, DistributedOutOfMemory)
 
 
@@ -324,7 +324,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_of_process() -> int | None:
-    """Returns the peak resident memory of this process in bytes; None where the system does not tell."""
+    """Returns the peak resident memory of this process in bytes; None if the system does not report it."""
     if not is_installed("resource"):  # Windows
         return None
     peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

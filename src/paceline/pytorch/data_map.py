@@ -33,7 +33,7 @@ from paceline.pytorch.model.soft_targets import find_logits, kept_items, widen
 logger = logging.getLogger(__name__)
 
 FIELDS = ("step", "sample", "loss", "confidence", "margin", "correct")
-MOST_BYTES = 2**24  # of logits that wait on the device
+MOST_BYTES = 2**24  # bytes of logits that wait on the device
 MOST_ROWS = 8192  # samples whose logits wait
 NUM_SHOWN = 50  # likely label errors in the report
 TABLE, PICTURE = "data_map.csv", "data_map.svg"
@@ -77,10 +77,10 @@ class DataMapRecorder:
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
-        ids: of the windows.
-        strategy: of the run.
-        rule: knows the shift of the targets.
-        num_samples: of the dataset.
+        ids: the sample ids of the accumulation windows.
+        strategy: the strategy of the run.
+        rule: the loss normalizer, which knows the shift of the targets.
+        num_samples: the number of samples of the dataset.
         copies: copy the logits, since compiled code may write to their memory again.
 
     Raises:
@@ -110,7 +110,7 @@ class DataMapRecorder:
         self._has_warned = False
         self._waiting: list[Waiting] = []
         self._num_bytes = self._num_rows = 0
-        self._rows: list[dict[str, Any]] = []  # of this process, not merged with those of others yet
+        self._rows: list[dict[str, Any]] = []  # rows of this process that are not merged with those of others yet
         self.result = DataMap(num_samples)
 
     # ---- a pass
@@ -267,7 +267,7 @@ class DataMapRecorder:
         try:
             self.result.write_table(folder / TABLE)
             self.result.write_map(folder / PICTURE)
-        except OSError as error:  # a full disk costs the files, and not the run
+        except OSError as error:  # a failed write, as on a full disk, does not end the run
             logger.warning("The data map could not be written: %s", error)
         shown = self.result.rows(self.result.label_errors(NUM_SHOWN))
         if shown:

@@ -142,12 +142,12 @@ class Captures:
 
 
 class LogitSource(Protocol):
-    """Gives the logits of the teacher for a pass of an engine, or its likeliest classes."""
+    """Provides the teacher's logits for a pass of an engine, or its most likely classes."""
 
     def find(
         self, inputs: Mapping[str, Any], labels: Tensor | None, logits: Tensor, engine: Engine
     ) -> Tensor | TopClasses:
-        """Returns them for a batch; `logits` are the student's."""
+        """Returns the teacher's logits or classes for a batch; `logits` are the student's."""
         ...
 
 
@@ -173,8 +173,8 @@ class Distillation:
     Args:
         teacher: the teacher's module, which is neither trained nor saved.
         settings: the settings.
-        rule: knows the reduction of the hard loss, and the names of the labels.
-        seed: of the projections.
+        rule: the loss normalizer, which knows the reduction of the hard loss and the names of the labels.
+        seed: the seed of the projections.
 
     Attributes:
         projections: linear maps between hidden states of different widths.
@@ -217,8 +217,8 @@ class Distillation:
         """Prepares for a run: reads the options, moves the teacher to the device, begins with new projections.
 
         Raises:
-            UnsupportedOption: an option is not supported with a teacher, or the strategy splits a batch or a model in
-                a way that the losses do not follow.
+            UnsupportedOption: an option is not supported with a teacher, or the strategy splits a batch or a model in a
+                way that the losses do not support.
         """
         check_with_teacher(options)
         self.settings = settings_of(options)  # they may have been set since the Trainer was made
@@ -302,7 +302,7 @@ class Distillation:
 
         Args:
             hard: the loss without a teacher; None for unlabelled data.
-            outputs: of the student.
+            outputs: the outputs of the student.
             inputs: the batch, on the device.
             num_items: the count that the hard loss may be divided by.
 
@@ -528,7 +528,7 @@ def make_distillation(
         given: the Trainer's argument `teacher`: a module, a folder, or None.
         options: the arguments.
         student: the model.
-        rule: of the hard loss.
+        rule: the loss normalizer of the hard loss.
         tokenizer: `processing_class`.
 
     Raises:

@@ -48,7 +48,7 @@ NOT_OF_CONFIG = ("_name_or_path", "transformers_version")
 
 
 class Stopped(Exception):
-    """The making of a cache was asked to stop."""
+    """Raised if a signal stops the making of a cache."""
 
 
 class CachedLogits:
@@ -56,9 +56,9 @@ class CachedLogits:
 
     Args:
         store: the files.
-        ids: the samples of the present window.
+        ids: the samples of the current window.
         label_names: names of the targets.
-        name: of the option, for errors.
+        name: the name of the option, for errors.
     """
 
     def __init__(self, store: LogitStore, ids: WindowIds, label_names: Sequence[str], name: str) -> None:
@@ -73,8 +73,8 @@ class CachedLogits:
         Args:
             inputs: the batch.
             labels: its targets, or None.
-            logits: of the student, `(*labels.shape, num_classes)`.
-            engine: of the run, in a pass.
+            logits: the logits of the student, `(*labels.shape, num_classes)`.
+            engine: the engine of the run, in a pass.
 
         Raises:
             UnsupportedOption: the samples are not those that the teacher read.
@@ -83,7 +83,7 @@ class CachedLogits:
         """
         current = engine.current
         assert current is not None
-        if current.is_dummy:  # its loss counts nothing
+        if current.is_dummy:  # its loss does not count
             return torch.zeros_like(logits)
         first = sum(map(batch_size_of, engine.batches[: current.index]))
         samples = self._ids.current[first : first + len(logits)]
@@ -148,13 +148,13 @@ class CacheMaker:
     """Makes the parts of a cache that are missing; each process makes every n-th.
 
     Args:
-        distillation: asks the teacher.
+        distillation: computes the logits of the teacher.
         store: the files.
-        strategy: of the run.
-        loader: of the training data.
+        strategy: the strategy of the run.
+        loader: the loader of the training data.
         prepare: moves a batch to the device.
         signals: requests to stop.
-        name: of the option, for errors.
+        name: the name of the option, for errors.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class CacheMaker:
         self._batch_size = max(int(loader.batch_size or 1), 1)
 
     def make(self) -> None:
-        """Makes what is missing, and checks what is there; collective.
+        """Makes the missing parts, and checks the existing ones; collective.
 
         Raises:
-            UnsupportedOption: the logits of a sample are not its own.
+            UnsupportedOption: the logits of a sample depend on other samples.
             KeyboardInterrupt, SystemExit: a signal asked to stop. Complete parts are kept.
         """
         world, store = self._strategy.world, self._store
@@ -407,10 +407,10 @@ def open_cache(
     prepare: Callable[[Any], Any],
     signals: StopSignals,
 ) -> CachedLogits:
-    """Returns the cache of a run, after what is missing of it has been made; collective.
+    """Returns the cache of a run, after its missing parts have been made; collective.
 
     Raises:
-        UnsupportedOption: the samples of a pass, or logits of their own, are not known.
+        UnsupportedOption: the samples of a pass are not known, or their logits depend on other samples.
     """
     name = f"distillation_cache={str(options.distillation_cache)!r}"
     obstacle = find_obstacle(options, loader)
@@ -425,5 +425,5 @@ def open_cache(
         folder = Path(str(options.distillation_cache)).expanduser() / keys[0]
         store = LogitStore(folder, keys[0], len(loader.dataset))
         CacheMaker(distillation, store, strategy, loader, prepare, signals, name).make()
-    distillation.teacher.to("cpu")  # it is not asked again
+    distillation.teacher.to("cpu")  # it computes no more logits
     return CachedLogits(store, ids, distillation.rule.label_names, name)

@@ -15,13 +15,13 @@ DEFAULT_RATE = 1e-3  # beside an optimizer that computes its own rate
 
 
 class Projections:
-    """Linear maps from the width of the student's hidden states to the teacher's, with an optimizer of their own.
+    """Linear maps from the width of the student's hidden states to the teacher's, with their own optimizer.
 
     They are no part of the student, so that its files have its own parameters only. AdamW trains them with the learning
     rate of the student's first parameter group; gradients are averaged over the processes as the student's are.
 
     Args:
-        seed: of their initial weights, the same on all processes.
+        seed: the seed of their initial weights, the same on all processes.
     """
 
     def __init__(self, seed: int) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 UNTYPED: Any = safe_open
 MOST_PARTS = 256
-LEAST_SAMPLES = 64  # of a part
+LEAST_SAMPLES = 64  # samples of a part, at least
 OFFSETS, ROWS, SUMS = "offsets", "rows", "sums"
 ORIGIN = "origin"  # of the metadata: key, part and number of classes
 HELD = (("logits",), ("indices", "log_probabilities", "rest"))  # all logits, or the likeliest classes
@@ -50,9 +50,9 @@ class LogitStore:
     """The parts in one folder.
 
     Args:
-        folder: of the files; made when the first one is written.
-        key: names what the values are made from; parts with another key are not used.
-        num_samples: of the dataset.
+        folder: the folder of the files; made when the first one is written.
+        key: identifies what the values are made from; parts with another key are not used.
+        num_samples: number of samples of the dataset.
 
     Attributes:
         num_parts: the number of parts; depends on `num_samples` only.

@@ -213,7 +213,7 @@ class Engine:
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Returns True if smaller micro-batches may avoid this error and no part of the step has been applied yet.
 
-        An out-of-memory of the update itself gets a note that says why it is not retried.
+        An out-of-memory while the update is applied gets a note with the reason why it is not retried.
         """
         if steps_in_backward(self.optimizer) or not self.sync.is_out_of_memory(error):
             return False
@@ -238,7 +238,7 @@ class Engine:
         self.sync.fit_spare(lambda batch: split_batches([batch], micro_batch_size))
         return split_batches(batches, micro_batch_size)
 
-    # ---- the joint of regularizers
+    # ---- where regularizers join
 
     def wrap(
         self,
@@ -250,15 +250,15 @@ class Engine:
         Probes of the loss, and evaluations, still call the Trainer's `compute_loss`.
 
         Args:
-            make_loss: returns the new `compute_loss`, given the present one.
-            make_window: returns the new `(engine, passes) -> contributions to the loss`, given the present one.
+            make_loss: returns the new `compute_loss`, given the current one.
+            make_window: returns the new `(engine, passes) -> contributions to the loss`, given the current one.
         """
         self.compute_loss, self._run_window = make_loss(self.compute_loss), make_window(self._run_window)
         self._passes_count = accepts(self.compute_loss, "num_items_in_batch")
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Fires no event, and keeps no outputs, of the passes that run while entered."""
+        """Context in which passes fire no events and keep no outputs."""
         emit, keeps = self._emit, self.keep_outputs
         self._emit, self.keep_outputs = None, False
         try:

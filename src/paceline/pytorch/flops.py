@@ -122,7 +122,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operations: the sum so far.
     """
 
-    supports_higher_order_operators = True  # those within compiled code have no formulas
+    supports_higher_order_operators = True  # higher-order operators within compiled code have no formulas
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

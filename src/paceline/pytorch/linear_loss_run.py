@@ -24,7 +24,7 @@ class LinearLossRun:
     """Follows the optimizer steps of a run.
 
     Args:
-        find: returns the chunked loss of the present objective; None: it has none.
+        find: returns the chunked loss of the current objective; None: it has none.
         model: the model as the user gave it.
         options: the arguments.
         world: the processes.

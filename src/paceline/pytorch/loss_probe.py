@@ -106,6 +106,7 @@ class LossProbe:
         must_match: all processes must run the same number of passes, whatever their data.
         agree: `(flag) -> True if it is set on any process`; with `must_match`, called equally often on all.
         owners: objects that the loss calls beside the model; their counters and collections are restored.
+        is_gated: a memory gate reports an out-of-memory to the other processes, so it is raised here.
     """
 
     model: nn.Module
@@ -236,7 +237,7 @@ class LossProbe:
         except Exception as error:
             fits_step = part.counts.samples <= self._largest and not self.must_match
             if is_out_of_memory(error) and (fits_step or self.is_gated):
-                raise  # with must_match, the step itself will run out of memory and tell the other processes
+                raise  # with must_match, the step itself will run out of memory and notify the other processes
             self.failure = f"{type(error).__name__}: {error}"
             logger.debug("A forward pass of the loss probe failed: %s", self.failure)
             return None

@@ -160,7 +160,7 @@ def check_support(plan: Plan, optimizer: Any) -> None:
 
     Args:
         plan: the plan of the Trainer.
-        optimizer: of the Trainer, or None.
+        optimizer: the optimizer of the Trainer, or None.
 
     Raises:
         UnsupportedOption: the strategy cuts the model or its samples into parts, or is another library's; or the

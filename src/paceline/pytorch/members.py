@@ -33,7 +33,7 @@ class TrainerMembers(Facade, Protocol):
         model_init: makes a fresh model for each run; None: each run continues to train the same model.
         loss_is_scaled_for_ga: declared by a subclass; None: inferred.
         remote_sync: uploads the output folder; None without an `output_store`.
-        _trial_name: the name of the present trial of a search, or None.
+        _trial_name: the name of the current trial of a search, or None.
     """
 
     objective: Objective

@@ -40,11 +40,11 @@ SEARCHABLE = tuple(field.name for field in fields(Member) if field.name != "name
 class RandomTrial:
     """Draws hyperparameters at random, with the methods of a trial of optuna, their arguments and distributions.
 
-    A hyperparameter that is asked for again has the value that was drawn first.
+    A hyperparameter that is requested again has the value that was drawn first.
 
     Args:
         number: number of the trial.
-        seed: of the search.
+        seed: the seed of the search.
 
     Attributes:
         params: the drawn values by name.

@@ -470,7 +470,7 @@ class MembersTrainer(Trainer):
         criterion = (plan.metric_for_best_model or "loss").removeprefix(f"{PREFIX}_")
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
         named = [f"{name}_" for name in sets if criterion.startswith(f"{name}_")]
-        criterion = criterion.removeprefix(max(named, key=len, default=""))  # of one of several sets
+        criterion = criterion.removeprefix(max(named, key=len, default=""))  # names the metric of one of several sets
         key = f"{prefix}_{criterion}"
         best = 0
         for number, metrics in enumerate(each):

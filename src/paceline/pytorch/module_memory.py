@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 mem_tracker: Any = LateModule("torch.distributed._tools.mem_tracker")
 
 METHOD = "measure_memory"
-OPTIONS: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 1}  # of the run that is measured
+OPTIONS: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 1}  # options of the run that is measured
 # torch's kinds of memory -> the names in the result
 KINDS = {
     "Parameter": "parameters",
@@ -44,8 +44,8 @@ class ModuleMemory:
 
     Attributes:
         name: its name in the model; empty for the model itself.
-        parameters: of the module and those in it.
-        outputs: of its last forward pass.
+        parameters: the parameters of the module and those in it.
+        outputs: the outputs of its last forward pass.
         forward_peak: the largest total of all tensors of the process during its forward pass.
         backward_peak: the same during its backward pass; 0 if it has none.
     """
@@ -99,7 +99,7 @@ class MemoryWatch(TrainerCallback):
     """Tracks the tensors of the second optimizer step; the first creates the optimizer's state.
 
     Args:
-        device: of the model.
+        device: the device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -210,7 +210,7 @@ def measure(run: Callable[[MemoryWatch], None], device: torch.device) -> StepMem
 
     Args:
         run: trains two optimizer steps with a callback, and undoes their effects.
-        device: of the model.
+        device: the device of the model.
 
     Raises:
         ValueError: the data has too few samples for two optimizer steps.

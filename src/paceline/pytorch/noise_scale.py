@@ -37,10 +37,10 @@ class First:
     """The measurements of the first pass of an accumulation window.
 
     Attributes:
-        norm: of the accumulated gradient, a 0-dim tensor on the device.
-        weight: of the micro-batch in the loss.
+        norm: the norm of the accumulated gradient, a 0-dim tensor on the device.
+        weight: the weight of the micro-batch in the loss.
         share: the factor of its mean gradient in the accumulated one.
-        samples: of the micro-batch.
+        samples: number of samples of the micro-batch.
     """
 
     norm: Tensor
@@ -83,7 +83,7 @@ class NoiseScale:
         self._engine: Engine | None = None
         self._first: First | None = None  # of the window in progress
         self._step = -1  # the engine's number of the window in progress
-        self._pending: list[tuple[First, Tensor]] = []  # with the norm of the whole window
+        self._pending: list[tuple[First, Tensor]] = []  # each with the norm of the whole window
         self.variance = self.signal = self.weight = self.samples = 0.0
 
     def follow(self, engine: Engine) -> None:

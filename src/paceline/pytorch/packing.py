@@ -107,7 +107,7 @@ def find_packing(
         pad_token_id: fills the ends of rows; None: token 0.
         is_compiled: training passes are compiled.
         is_half: passes run in a 16-bit type.
-        strategy: of the run; it may already have sharded the model.
+        strategy: the strategy of the run; it may already have sharded the model.
 
     Raises:
         UnsupportedOption: the model cannot isolate documents.

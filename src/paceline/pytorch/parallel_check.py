@@ -63,7 +63,7 @@ class NamedGradients(TrainerCallback):
 
 
 def alone(trainer: Trainer, model: nn.Module) -> Trainer:
-    """Returns a copy of a Trainer that knows of no other process, with a model that is whole."""
+    """Returns a copy of a Trainer as for a single process, with a whole model."""
     single = copy.copy(trainer)
     single.world = World(trainer.world.device)
     single.args = replace(trainer.args, **ALONE)
@@ -142,7 +142,7 @@ def gradients_of_processes(trainer: Trainer) -> tuple[Gradients, list[Any]]:
 
 
 def gradients_of(trainer: Trainer, options: Mapping[str, Any]) -> Gradients:
-    """Returns the gradients of the first step of a Trainer, whose model is used up."""
+    """Returns the gradients of the first step of a Trainer, whose model is changed by it."""
     callback = NamedGradients()
     with TemporaryDirectory() as folder, preserved_rng():
         shared = share_object(trainer.world, folder)
@@ -184,7 +184,7 @@ class Collated:
     """Returns batches as they are.
 
     Attributes:
-        data_collator: what made them, for those who ask whether they are packed; None if they are not.
+        data_collator: the collator that made them, which shows if they are packed; None if they are not.
     """
 
     data_collator: Any

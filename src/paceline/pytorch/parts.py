@@ -194,7 +194,7 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
         "expect": expect if keeps_logits else None,
         "augmented": trainer.augmented,
     }
-    if trainer._own_options.log_token_metrics and trainer.augmented is None:  # of several passes, no pass is the result
+    if trainer._own_options.log_token_metrics and trainer.augmented is None:  # augmentation combines several passes
         given["token_metrics"] = token_terms.evaluation_metrics(trainer.strategy)
     return kind(**{**given, **changes})
 

@@ -1,4 +1,4 @@
-"""Looks at a run before its first step: the parts of `Trainer.plan` and `Trainer.doctor`, made from a Trainer."""
+"""Examines a run before its first step: the parts of `Trainer.plan` and `Trainer.doctor`, made from a Trainer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CopiedStage:
 
     Args:
         trainer: is left as it is.
-        plan: of the run.
+        plan: the plan of the run.
     """
 
     def __init__(self, trainer: Trainer, plan: Plan) -> None:
@@ -358,7 +358,7 @@ def diagnosis_of(trainer: Trainer) -> Diagnosis:
 
 
 def case_of(trainer: Trainer) -> Case:
-    """Returns what the checks examine."""
+    """Returns the case that the checks examine."""
     loader = trainer.get_train_dataloader()
     plan = trainer._make_session().make_plan(loader)
     stage = CopiedStage(trainer, plan)

@@ -253,7 +253,7 @@ class Pruning(TrainerCallback):
     # ---- the masks
 
     def sparsity_at(self, step: int) -> float:
-        """Returns the sparsity that the schedule asks for after an optimizer step."""
+        """Returns the sparsity that the schedule prescribes after an optimizer step."""
         assert self.sparsity is not None
         if step >= self._last or self.schedule == ONE_SHOT:
             return self.sparsity if step >= self._last else 0.0

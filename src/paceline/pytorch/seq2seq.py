@@ -168,7 +168,7 @@ class Seq2SeqTrainer(Trainer):
         *,
         model_path: str | None = None,
     ) -> TrainOutput:
-        """Trains as the arguments say; see `Trainer.train`.
+        """Trains as configured by the arguments; see `Trainer.train`.
 
         Raises:
             ValueError: the first evaluation could not use the generation config, or the first checkpoint not save it.

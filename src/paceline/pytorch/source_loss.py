@@ -31,9 +31,9 @@ class SourceLoss:
     """The training loss of each source since the last log row. A meter, and an item of checkpoints.
 
     Args:
-        sources: of the windows.
-        strategy: of the run.
-        losses: of the samples.
+        sources: the sources of the windows.
+        strategy: the strategy of the run.
+        losses: the losses of the samples.
         leaves_out: losses that are not finite do not count.
 
     Raises:

@@ -57,11 +57,11 @@ class Setup:
     Attributes:
         options: the arguments.
         facade: the members of the Trainer that parts call.
-        strategy: of the run; it has prepared the model.
+        strategy: the strategy of the run; it has prepared the model.
         model: as the user gave it.
-        optimizer: of the run.
+        optimizer: the optimizer of the run.
         rule: scales the losses of micro-batches.
-        plan: of the run.
+        plan: the plan of the run.
         feed: its data.
         signals: requests to stop.
         sample_ids: the samples of the window, if an option needs them; else None.
@@ -95,7 +95,7 @@ class StepPart:
     """One optional part of a run, and how it takes part in it.
 
     Attributes:
-        name: of the attribute of the Trainer that holds it, and of its item in checkpoints.
+        name: the name of the attribute of the Trainer that holds it, and of its item in checkpoints.
         value: the part itself.
         training_step: wraps the Trainer's; None if it does not look at passes.
         meter: adds entries to the log rows; None without any.

@@ -37,7 +37,7 @@ from paceline.pytorch.optim.layerwise import steps_in_backward
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 OF_ONE_PROCESS = (
     "auto_find_batch_size does not retry it: memory ran out on this process, outside of the forward and backward "
-    "passes, and the others have gone on. They end with an error of their connection to this one."
+    "passes, and the others have continued. They will fail with an error of their connection to this one."
 )
 AccumulationWindow = tuple[list[Any], Any]
 Measure = Callable[[Sequence[Any]], Counted]
@@ -182,7 +182,7 @@ class ProcessSync:
         signals: stop requests; one received by any process stops all.
         averages: divide losses by the weight over all processes; otherwise by the weight of each process.
         measure: `(micro-batches) -> counts`; None disables counting.
-        watchdog: is told the current stage of this process, and reports late processes.
+        watchdog: receives the current stage of this process, and reports late processes.
         mesh: the layout of the ranks. Ranks that read the same data count once; None: all read different data.
         ledger: records the time spent waiting for other processes; None creates a new one.
         requests: changes of settings that callbacks and commands request, exchanged before each window.
@@ -322,7 +322,7 @@ class ProcessSync:
         """Replaces the batch of dummy passes by the part of it with the largest weight.
 
         Args:
-            split: returns the parts of a batch, in the present micro-batch size.
+            split: returns the parts of a batch, in the current micro-batch size.
         """
         if self._spare is not None:
             self._spare = max(split(self._spare), key=lambda part: self.normalizer.count(part).weight)
@@ -402,7 +402,7 @@ class ProcessSync:
         except Exception as error:
             if steps_in_backward(engine.optimizer) or not is_out_of_memory(error):
                 raise
-            is_agreed = isinstance(error, DistributedOutOfMemory)  # the gate has told all processes
+            is_agreed = isinstance(error, DistributedOutOfMemory)  # the gate has notified all processes
             reason = str(error)  # not the error: its traceback keeps the tensors of the failed pass alive
         if reason is not None and self.is_look_due and gate is None:
             self.learn([])  # joins the collective in which the others wait

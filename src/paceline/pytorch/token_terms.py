@@ -52,7 +52,7 @@ class TokenTerms:
 
     Args:
         options: the arguments.
-        strategy: of the run.
+        strategy: the strategy of the run.
         leaves_out: passes whose sums are not finite do not count.
 
     Raises:
@@ -114,7 +114,7 @@ class TokenTerms:
     def gather(self) -> None:
         """Adds the sums of all processes to the totals; collective. Synchronizes with the device."""
         sums, self._sums = self._sums, None
-        is_leader = self._strategy.mesh.is_data_leader(self._world.process_index)  # of those with the same data
+        is_leader = self._strategy.mesh.is_data_leader(self._world.process_index)  # of ranks that read the same data
         own = [0.0] * NUM_SUMS if sums is None or not is_leader else sums.tolist()
         for part in gather_objects(self._world, own):
             self._totals = [total + value for total, value in zip(self._totals, part, strict=True)]

@@ -183,7 +183,7 @@ def read_model(
     by_chunks = linear_loss_of(model, linear_cross_entropy, normalizer)
     if by_chunks is not None and by_chunks.is_required and not is_ours(compute_loss):
         logger.warning(
-            "linear_cross_entropy=%r: compute_loss is overridden, and its loss is computed by chunks only if it calls "
+            "linear_cross_entropy=%r: compute_loss is overridden, and its loss is computed in chunks only if it calls "
             "super().compute_loss().",
             linear_cross_entropy,
         )

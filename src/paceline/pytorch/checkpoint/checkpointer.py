@@ -1,8 +1,8 @@
 """The Checkpointer: saves and restores the items of a run, through methods that a subclass may override.
 
 Checkpoints are copied to host memory and written asynchronously, one at a time, unless something needs the files
-immediately (`Checkpointer.why_at_once`). If the disk refuses a save, it is given up with a warning, earlier checkpoints
-stay whole, and training continues. A best model that could not be written is kept in memory and retried.
+immediately (`Checkpointer.why_at_once`). If the disk refuses a save, it is abandoned with a warning, earlier
+checkpoints stay intact, and training continues. A best model that could not be written is kept in memory and retried.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Checkpointer:
         try:
             job = self.format.take(folder, is_best, self.fill, self.why_at_once)
         except OSError as error:
-            self._give_up(folder, best_before, error)
+            self._report_failure(folder, best_before, error)
             return
         ended = partial(self._settle, job, best_before)
         work = partial(self._publish, job)
@@ -248,13 +248,13 @@ class Checkpointer:
         else:
             job.drop()
             saves.buffers.give_back()
-        self._give_up(job.folder, best_before, error)
+        self._report_failure(job.folder, best_before, error)
 
     def _push(self, folder: Path) -> None:
         if self.settings.push_to_hub and self.settings.should_save:
             self.hooks.push(str(folder))
 
-    def _give_up(self, folder: Path, best_before: str | None, error: BaseException) -> None:
+    def _report_failure(self, folder: Path, best_before: str | None, error: BaseException) -> None:
         """Logs that a checkpoint was not written, and restores the previous best checkpoint in the state."""
         saves = self.saves
         if self.state.best_model_checkpoint == str(folder) and not folder.is_dir():
@@ -301,7 +301,7 @@ class Checkpointer:
     def finish(self, output_dir: Path) -> None:
         """Waits for pending writes at the end of a run, retries a postponed one once, and deletes old checkpoints.
 
-        Other processes wait for the first, and take over its best checkpoint.
+        Other processes wait for the first, and adopt its best checkpoint.
         """
         self.saves.writer.join()
         written = self.saves.finish_postponed()

@@ -67,7 +67,7 @@ class _Record(Buildable):
         if self.kind == "TensorProperties" and isinstance(state, tuple) and state:
             state = {"dtype": state[0]}  # the other fields describe the placement when it was saved
         if self.state is not None or not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-            raise Refused(f"it sets a state of a {self.kind} that none has")
+            raise Refused(f"it sets a state that no {self.kind} has")
         self.state = state
         return self
 
@@ -146,12 +146,12 @@ def _text(name: object) -> str:
 def _path(path: object) -> tuple[str | int, ...]:
     """Returns the path of a value in the saved nest."""
     if not isinstance(path, tuple) or not path or not all(type(key) in (str, int) for key in path):
-        raise _Damaged("it names places in the state that are none")
+        raise _Damaged("it holds an invalid path in the state")
     return path
 
 
 def _entry(name: object, entry: object) -> TensorStorageMetadata | BytesStorageMetadata:
-    what = f"the entry {name!r:.200} is none of a tensor"
+    what = f"the entry {name!r:.200} is not that of a tensor"
     if isinstance(entry, _Record) and entry.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(entry, "TensorStorageMetadata", what)
@@ -189,7 +189,7 @@ def _size(value: Any, what: str) -> torch.Size:
 
 
 def _index(value: object) -> MetadataIndex:
-    what = "it has the place of something that is no tensor"
+    what = "it has a location of something that is no tensor"
     fields = _fields(value, "MetadataIndex", what)
     offset, number = fields.get("offset"), fields.get("index")
     if number is not None and type(number) is not int:
@@ -214,6 +214,6 @@ def _place(index: object, place: object) -> _StorageInfo:
 
 def _storage_meta(value: object) -> StorageMeta | None:
     """Returns the ids of the save; the stored folder path is ignored."""
-    fields: Mapping[str, Any] = _fields(value, "StorageMeta", "it says of its storage what none has")
+    fields: Mapping[str, Any] = _fields(value, "StorageMeta", "it holds invalid storage metadata")
     save, load = (text if isinstance(text := fields.get(name), str) else None for name in ("save_id", "load_id"))
     return StorageMeta(save_id=save, load_id=load)

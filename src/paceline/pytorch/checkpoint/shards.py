@@ -299,5 +299,5 @@ def nested(values: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
             entries = parent[key]
             parent[key] = [entries[index] for index in sorted(entries)]
     except (TypeError, AttributeError, RuntimeError) as error:  # a path leads through a value or a tensor
-        raise CheckpointError(f"the index names places in the state that no nest has ({error})") from error
+        raise CheckpointError(f"the index holds paths that do not form a nest ({error})") from error
     return root  # type: ignore[return-value]

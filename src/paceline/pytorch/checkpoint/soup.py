@@ -35,9 +35,9 @@ class Soup:
     """The result of a greedy soup.
 
     Attributes:
-        metric: of the mean.
+        metric: the metric of the mean.
         chosen: the folders in the mean, the best first.
-        metrics: of each model alone, by folder.
+        metrics: the metric of each model alone, by folder.
     """
 
     metric: float

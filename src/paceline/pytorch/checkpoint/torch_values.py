@@ -145,7 +145,7 @@ def _checked_place(
         raise Refused("a tensor has no storage")
     (offset,), size, stride = _sizes([offset]), _sizes(size), _sizes(stride)
     if len(size) != len(stride):
-        raise Refused("a tensor has not as many strides as dimensions")
+        raise Refused("a tensor has another number of strides than of dimensions")
     num_held, num_elements = storage.content.nbytes() // dtype.itemsize, prod(size)
     last = offset + sum((number - 1) * step for number, step in zip(size, stride, strict=True))
     if offset > num_held or (num_elements and last >= num_held):

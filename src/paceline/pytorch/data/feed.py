@@ -179,8 +179,8 @@ class StatefulReader(Reader):
             return
         if getattr(loader, "persistent_workers", False):
             logger.warning(
-                "%s keeps its workers (persistent_workers=True): what they are after a restart is not what they were, "
-                "so the run does not go on bit for bit. Set persistent_workers=False for that.",
+                "%s keeps its workers (persistent_workers=True): a restart loses their state, so a "
+                "resumed run is not equal bit for bit. Set persistent_workers=False for that.",
                 type(loader).__name__,
             )
         if not consumed:

@@ -71,8 +71,8 @@ def cut_short(dataset: object, *indices: int) -> RuntimeError:
     """Returns the error for a dataset or collator that raised StopIteration, which would end the epoch."""
     name = f"index {indices[0]}" if len(indices) == 1 else f"one of the indices {', '.join(map(str, indices))}"
     return RuntimeError(
-        f"StopIteration was raised while reading {name} of a {type(dataset).__name__}. It would end the epoch in "
-        "silence: call next() with a default, or catch StopIteration there and raise what says what is wrong."
+        f"StopIteration was raised while reading {name} of a {type(dataset).__name__}. It would end the epoch "
+        "silently: call next() with a default, or catch StopIteration there and raise an error that names the problem."
     )
 
 
@@ -276,8 +276,8 @@ class OpenPasses:
 def end_kept_workers(loader: object) -> bool:
     """Ends the persistent workers of a loader of torch, whose next pass then starts others; returns False without any.
 
-    Left to the garbage collector, which closes the queues to the workers first, each of them stops the program for 5 s
-    at a time that nobody can tell, because torch waits so long for a worker that was not told to end.
+    If they are left to the garbage collector, which closes the queues to the workers first, each of them blocks the
+    program for 5 s at an unpredictable time: torch waits that long for a worker that was not asked to end.
     """
     if not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is None:
         return False

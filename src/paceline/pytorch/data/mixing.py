@@ -24,11 +24,11 @@ BLOCK = 4096  # draws of a stream's sources from one random generator
 class MixedDataset(Dataset[Any]):
     """A weighted mixture of datasets with an index; each source gives a fixed share of every epoch.
 
-    Sources are read on from epoch to epoch, in a new order each time one has been read to its end. So all samples of a
-    source are seen equally often (up to one), whatever its weight: a small source with a large weight is repeated, a
-    large one with a small weight is spread over several epochs. The samples of an epoch follow from the seed and the
-    epoch's number: resuming, workers and the number of processes change nothing. Takes up to 10 bytes of memory per
-    sample of an epoch in each process that reads it.
+    An epoch continues each source where the epoch before it ended; a source that has been read to its end is read again
+    in a new order. So all samples of a source are seen equally often (up to one), whatever its weight: a small source
+    with a large weight is repeated, a large one with a small weight is spread over several epochs. The samples of an
+    epoch follow from the seed and the epoch's number: resuming, workers and the number of processes change nothing.
+    Takes up to 10 bytes of memory per sample of an epoch in each process that reads it.
 
     Args:
         sources: name -> dataset with a length.
@@ -138,7 +138,7 @@ class MixedStream(IterableDataset[Any]):
     """A weighted mixture of streams: each sample comes from a source drawn by the weights.
 
     The draws follow from the seed and the epoch. A checkpoint holds the number of draws and the position of each
-    source; sources with `state_dict` and `load_state_dict` go on from there, the others are read again up to it.
+    source; sources with `state_dict` and `load_state_dict` resume from there, the others are read again up to it.
 
     Args:
         sources: name -> iterable of samples. Workers share the samples of the mixture as those of any other stream.
@@ -267,7 +267,7 @@ class MixedStream(IterableDataset[Any]):
         return iter(source)
 
     def _announce(self, owner: int, number: int) -> None:
-        """Tells a source its epoch; a later pass of the same epoch gets one that no other pass has."""
+        """Sets the epoch of a source; a later pass within an epoch gets a number that no other pass has."""
         set_epoch(self.sources[owner], self._epoch if not number else (self._epoch + 1) * PASSES + number)
 
     def _states(self) -> list[Any]:
@@ -275,7 +275,7 @@ class MixedStream(IterableDataset[Any]):
         return [source.state_dict() if restores_exactly(source) else None for source in self.sources]
 
     def _draws(self) -> Iterator[int]:
-        """Yields the sources of the samples from the present position on."""
+        """Yields the sources of the samples from the current position on."""
         limits = np.cumsum(self.weights)[:-1]
         while True:
             block, place = divmod(self._drawn, BLOCK)

@@ -46,7 +46,7 @@ class PoissonBatches(RankBatches):
         self._current = self.settings
 
     def use_key(self, key: int) -> None:
-        """Sets the key, which has to be secret: who knows it knows the samples of each step."""
+        """Sets the key, which must stay secret, because it determines the samples of each step."""
         self._key = key
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class PoissonBatches(RankBatches):
         """Checks the settings of the epoch in progress.
 
         Raises:
-            ValueError: they were others, so that the steps that are left would have another sampling rate.
+            ValueError: they differ, so that the remaining steps would have another sampling rate.
         """
         for name, value in self.settings.items():
             if state.get(name) != value:

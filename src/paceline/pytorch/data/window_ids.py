@@ -53,12 +53,12 @@ class WindowIds:
 def find_obstacle(options: Options, loader: object) -> str | None:
     """Returns the reason why the samples of a pass are not known, with the remedy; None if they are."""
     if not isinstance(loader, IndexedLoader):
-        return "needs a dataset with an index and a loader of the Trainer's, which know the samples of a batch."
+        return "needs a dataset with an index and the Trainer's own loader, which record the samples of a batch."
     if packing_of(options) in JOINING:
         return f"is not possible with packing={options.packing!r}, which joins samples into rows: leave one out."
     if not options.dataloader_in_order:
         return "needs batches in the order of the sampler: set dataloader_in_order=True."
     for name in ("auto_find_batch_size", "deepspeed", "phases", "regularizers"):
         if getattr(options, name):
-            return f"is not supported with {name}, whose passes are not one of each sample: leave one of them out."
+            return f"is not supported with {name}, whose passes do not run each sample once: leave one of them out."
     return None

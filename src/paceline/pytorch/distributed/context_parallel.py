@@ -237,7 +237,7 @@ class ContextParallel:
         if isinstance(labels, Tensor):
             inputs.setdefault("shift_labels", shifted(labels))
             now.is_scaled = inputs.get("num_items_in_batch") is not None
-        mask = self._told_mask(inputs.get("attention_mask"), positions, (number, length))
+        mask = self._passed_mask(inputs.get("attention_mask"), positions, (number, length))
         targets = inputs.get("shift_labels")
         inputs = {name: self._part(name, value, length) for name, value in inputs.items()}
         inputs["position_ids"] = self._cut(positions, 1, 0)
@@ -296,7 +296,7 @@ class ContextParallel:
             tensor = torch.cat([tensor, tensor.new_full(shape, dummy_batch)], dimension)
         return tensor.narrow(dimension, self.now.offset, self.now.own).contiguous()
 
-    def _told_mask(self, given: object, positions: Tensor, shape: tuple[int, int]) -> Tensor:
+    def _passed_mask(self, given: object, positions: Tensor, shape: tuple[int, int]) -> Tensor:
         """Returns the mask that the model is called with: (batch, 1, own, all)."""
         now = self.now
         if not (self.by_heads and self.is_of_transformers):

@@ -1,8 +1,8 @@
 """Stops all processes of a sharded model before their next collective if one of them has run out of memory.
 
 The passes of a sharded model run collectives. A process that runs out of memory between two of them would leave the
-others waiting in the next one. So each process asks the others before every collective, over gloo on the host: all of
-them start it, or all of them give up the accumulation window. Memory for the collective is allocated before it asks.
+others waiting in the next one. So the processes agree before every collective, over gloo on the host: all of them start
+it, or all of them abandon the accumulation window. Memory for the collective is allocated before the agreement.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MemoryGate:
     """
 
     def __init__(self, timeout: float, watches_operators: bool) -> None:
-        # a group of its own: a collective of user code on the default group would be matched with an agreement
+        # a separate group: a collective of user code on the default group would be matched with an agreement
         self._group: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         weakref.finalize(self, leave, self._group)
         self._watches_operators = watches_operators
@@ -58,7 +58,7 @@ class MemoryGate:
         """Puts an agreement before each collective while entered.
 
         Args:
-            watchdog: is told when this process waits.
+            watchdog: is notified when this process waits.
         """
         self._watchdog = watchdog
         watching: AbstractContextManager[Any] = OperatorWatch(self) if self._watches_operators else nullcontext()
@@ -94,7 +94,7 @@ class MemoryGate:
         return int(largest)
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the units of a sharded model ask before their collectives."""
+        """Puts the gate before the collectives of the units of a sharded model."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(GatedGather(self))  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ class GatedScatter(Gated):
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Asks before each operator that is a collective, those of DTensors included.
+    """Passes the gate before each operator that is a collective, those of DTensors included.
 
     Args:
         gate: the gate.

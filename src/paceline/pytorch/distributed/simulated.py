@@ -24,7 +24,7 @@ def simulated_processes(number: int) -> Iterator[None]:
     calls return at once and move nothing, so training and evaluation are refused.
 
     Args:
-        number: of processes, at least 1.
+        number: the number of processes, at least 1.
 
     Raises:
         ValueError: `number` is below 1.

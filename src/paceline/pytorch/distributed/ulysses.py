@@ -57,7 +57,7 @@ def attend_by_heads(
             None: causal.
         size, group: number of processes that share a sequence, and their group.
         window: without a mask, the number of last tokens to attend to, including the token itself; None: all.
-        options: of `torch.nn.functional.scaled_dot_product_attention`.
+        options: options of `torch.nn.functional.scaled_dot_product_attention`.
 
     Returns:
         The attention output for this process's tokens, of the shape of `query`.

@@ -45,7 +45,7 @@ def find_bad_rows(case: Case) -> Iterator[Finding]:
     if not shared:
         return
     share = len(shared) / len(evaluated)
-    severity = NOTE if share <= FEW_SHARED else WARNING  # short texts and small numbers meet by chance
+    severity = NOTE if share <= FEW_SHARED else WARNING  # short texts and small numbers coincide by chance
     yield Finding(
         ERROR if share > MOST_SHARED else severity,
         f"{len(shared)} of {len(evaluated)} examined evaluation rows are training rows",

@@ -13,7 +13,7 @@ from paceline.pytorch.doctor.findings import ERROR, WARNING, Case, Finding
 
 STEPS = 60
 RATES = (1e-3, 1e-2)
-FALL = 0.9  # share of the first loss that one batch must be learnt below
+FALL = 0.9  # the loss of one batch must fall below this share of its first value
 HIGH, LOW = 0.5, 1e-4  # change of the weights: in one step, and in the whole run
 CLOSE = 1e-3  # relative difference of two gradients
 

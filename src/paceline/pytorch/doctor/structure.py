@@ -65,7 +65,7 @@ def is_unused_by_design(model: nn.Module, unused: Sequence[str]) -> bool:
     """True if an installed library wrote the model, and the unused parameters are a small part of it.
 
     Such are the mask tokens of image encoders in transformers, and the layers of a vision tower behind the one whose
-    states are read: nobody who trains the model can use them.
+    states are read: training the model cannot use them.
     """
     package = sys.modules.get(type(model).__module__.partition(".")[0])
     place = getattr(package, "__file__", None)

@@ -39,7 +39,7 @@ class EvaluationHarness(TrainerCallback):
         tasks: names of tasks or groups of the harness.
         num_fewshot: examples in the prompt. Unset: those of each task.
         limit: samples of each task; a float below 1 is a share. Unset: all.
-        include_path: folder of YAML files with tasks of one's own.
+        include_path: folder of YAML files that define further tasks.
         batch_size: sequences per pass. Unset: the evaluation's.
         every: runs at the first and each `every`-th evaluation after it.
         bootstrap_iters: resamples for the standard errors of metrics other than means; 0: no standard errors at all.

@@ -60,7 +60,7 @@ class LossSum:
         return sum(len(kept.reductions) for kept in self._sums) == len(candidates)
 
     def _take_new(self) -> None:
-        """Takes in the candidates that a probe added: starts anew with the batches so far, if they are kept. Later
+        """Adopts the candidates that a probe added: starts anew with the batches so far, if they are kept. Later
         candidates count all targets of the batches before them.
         """
         if self.num_batches <= EARLY:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.core.rows import PADDING
 
-MAX_CHARACTERS = 1000  # of a cell
-MOST_NUMBERS = 16  # of an array that is shown as numbers
+MAX_CHARACTERS = 1000  # length of a cell
+MOST_NUMBERS = 16  # size of an array that is shown as numbers
 CHANNELS = (1, 3, 4)
 LEAST_PIXELS = 4  # height and width from which an array of channels is a picture
 TILE = 64  # height of a picture in the figure, at least, in pixels
@@ -114,7 +114,7 @@ def repeats_inputs(targets: np.ndarray, inputs: Sequence[np.ndarray | None]) -> 
 
     Args:
         targets: (samples, length), with -100 for tokens without a label.
-        inputs: token ids of each sample, of lengths of their own.
+        inputs: token ids of each sample, whose lengths may differ.
     """
     num_labels = 0
     for target, tokens in zip(targets, inputs, strict=False):

@@ -1,4 +1,4 @@
-"""Samples at evaluation: some rows of the evaluation set, fixed by a seed, with what the model makes of them.
+"""Samples at evaluation: some rows of the evaluation set, fixed by a seed, with the model's outputs for them.
 
 A model that generates continues prompts; any other model predicts. The rows are written as a table, and pictures as a
 figure, in the log, the report and the trackers. All processes take part in the passes, and the first one writes.
@@ -55,7 +55,7 @@ class EvaluationTools:
         log_table, log_figure: the methods of the Trainer.
         generates: True if the Trainer's own prediction step generates.
         shards: True if all processes must make the same passes.
-        has_stages: True if the model is split into stages, each on a process of its own.
+        has_stages: True if the model is split into stages, each on another process.
     """
 
     prefix: str
@@ -87,7 +87,7 @@ class EvaluationSamples(TrainerCallback):
 
     Args:
         num: rows of each evaluation set; the first ones of a stream.
-        seed: chooses the rows, and seeds generation that draws.
+        seed: chooses the rows, and seeds generation that draws random numbers.
         max_new_tokens: length of a generated text in tokens, unless `generation` sets it.
         prompt_tokens: length of the prompt in tokens, for rows that are one text without a masked prompt. Unset: half
             of the row.

@@ -20,7 +20,7 @@ class TokenMetrics:
     """Sums over the targets of one evaluation.
 
     Args:
-        option: the option that asks for them, with its value; named in errors.
+        option: the option that requests them, with its value; named in errors.
         unwrap: returns a model without the strategy's wrapper.
     """
 

@@ -97,7 +97,7 @@ def rehearse(
         model: the real model; only its shapes are read.
         batches: collated micro-batches of one accumulation window. Two of the same shape stand for any larger number.
         num_items: `num_items_in_batch` of the window, or None.
-        device: of the model.
+        device: the device of the model.
 
     Raises:
         CannotRehearse: the step cannot run on tensors without data.

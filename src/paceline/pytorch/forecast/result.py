@@ -28,8 +28,8 @@ class Disk:
         num_saves: checkpoints that are written, at most; None if it depends on the metrics.
         num_kept: checkpoints that are on disk at the same time, at most, including one that is being written; None if
             it depends on metrics or times.
-        journal: of the journal of all steps.
-        log: of the rows of the log, about.
+        journal: the journal of all steps.
+        log: the rows of the log, about.
     """
 
     weights: int
@@ -57,9 +57,9 @@ class Evaluations:
     """The evaluations of a run.
 
     Attributes:
-        number: of evaluations during training; None if it is unknown.
-        samples: of one evaluation, over all sets and processes; None if a set has no length.
-        batches: of one evaluation, on each process; None if a set has no length.
+        number: number of evaluations during training; None if it is unknown.
+        samples: samples of one evaluation, over all sets and processes; None if a set has no length.
+        batches: batches of one evaluation, on each process; None if a set has no length.
     """
 
     number: int | None
@@ -73,14 +73,14 @@ class Forecast:
 
     Attributes:
         plan: the resolved configuration of the run.
-        memory: of an optimizer step of one process; None if `memory_note` says why not.
+        memory: the memory of an optimizer step on one process; None if unknown, for the reason in `memory_note`.
         memory_note: what the numbers of the memory leave out; empty for nothing.
         disk: disk space.
         evaluations: the evaluations during training.
         samples: training samples of the run, over all processes.
         tokens: training tokens of the run, padding included, by the mean of the first micro-batches; None without
             `input_ids`.
-        seconds_per_step: of a timed step; None if no step was timed.
+        seconds_per_step: the seconds of a timed step; None if no step was timed.
         options: every option and its resolved value.
         changed: names of the options that differ from their defaults.
     """

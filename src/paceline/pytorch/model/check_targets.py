@@ -359,7 +359,7 @@ def unclear(share: float, by_batch: int | None, by_loss: int | None) -> TargetCh
         )
         return TargetCheck("unrelated", sentence, None, None, by_loss)
     sentence = (
-        "The batch does not tell: its targets fit several distances, or too few fit one. Give a batch with longer "
+        "The batch is inconclusive: its targets fit several distances, or too few fit one. Give a batch with longer "
         "texts of different tokens, and with targets in its first samples."
     )
     return TargetCheck("unknown", sentence, None, by_batch, by_loss)

@@ -1,4 +1,4 @@
-"""Keeps what torch.compile has compiled in a folder, from where later processes load it."""
+"""Saves the compiled code of torch.compile to a folder, from which later processes load it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class CompileWatch:
     """Counts compilations while it exists and is not closed, in the whole process.
 
     Torch keeps the metrics of its last 64 compilations. They are read when a compilation starts and when a row is
-    logged, so a recompilation is told before the next one, and at the next log at the latest.
+    logged, so a recompilation is reported before the next one, and at the next log at the latest.
 
     Args:
         mode: `torch_compile_mode`.

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def mark_steps(model: nn.Module) -> RemovableHandle:
-    """Marks each call of a model with compiled blocks as the begin of a step, until the returned hook is removed.
+    """Marks each call of a model with compiled blocks as the beginning of a step, until the returned hook is removed.
 
     Without gradients torch would take every block for a step by itself, and reuse the memory of the block before.
     """

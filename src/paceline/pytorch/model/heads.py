@@ -57,7 +57,7 @@ def casts_of(model: nn.Module) -> list[Any] | None:
 
 
 def find_reader(path: list[nn.Module]) -> str | None:
-    """Returns what is given the outputs of the modules above a head, and may read the logits; None if nothing is.
+    """Describes the code that gets the outputs of the modules above a head and may read the logits; None without any.
 
     Args:
         path: the modules from the model down to the head.

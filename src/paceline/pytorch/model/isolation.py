@@ -268,9 +268,9 @@ def find_isolation(
 
 
 def missing_inputs(in_parts: bool) -> str:
-    """Returns the reason if a module takes nothing that could tell it of documents."""
+    """Returns the reason why a module cannot be informed of documents: the inputs that its forward lacks."""
     if in_parts:
-        return "its forward takes no attention_mask, by which a process with a part of a sequence is told of them"
+        return "its forward takes no attention_mask, which informs a process with a part of a sequence of them"
     return "its forward takes none of position_ids, cu_seqlens and attention_mask"
 
 

@@ -40,8 +40,8 @@ class Family:
         read_by: the operation that first needed the logits themselves; None if there was none.
         stored_by: the operation that first computed logits to be stored, which the loss does not need; None if there
             was none.
-        is_gone: logits that are not computed yet cannot be any more, since the weights or the other processes are not
-            at hand.
+        is_gone: logits that are not computed yet can no longer be computed, since the weights or the other processes
+            are unavailable.
     """
 
     def __init__(

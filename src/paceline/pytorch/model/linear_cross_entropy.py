@@ -121,7 +121,7 @@ class _Gradients:
     Attributes:
         rows: `(N, num_features)`, including the inputs of the adapters.
         bias: `(num_classes,)`.
-        weights: of the layer and of the adapters.
+        weights: the gradients of the layer and of the adapters.
     """
 
     rows: Tensor | None
@@ -176,7 +176,7 @@ class _Job:
         Args:
             rows: `(N, num_features)`.
             targets: `(N,)`.
-            tensors: of the head, in the order of `Head.tensors`.
+            tensors: the tensors of the head, in the order of `Head.tensors`.
             factors: `(N,)`; None: no gradients.
             needs: flags of rows and of each tensor: a gradient is needed.
         """

@@ -152,7 +152,7 @@ class LinearLoss:
         self._readers = None if group is None else Readers(group, linear_of(head).weight.device)
         takes_logits = self._takes_logits(model, path, self._name)
         if self._readers is not None:
-            takes_logits = bool(self._readers.ask(int(takes_logits)))  # all processes do as one of them has to
+            takes_logits = bool(self._readers.ask(int(takes_logits)))  # one that needs logits decides for all
         if takes_logits:
             yield
             return
@@ -168,7 +168,7 @@ class LinearLoss:
             self._earlier += families
 
     def _takes_logits(self, model: nn.Module, path: list[nn.Module], name: str) -> bool:
-        """Returns True if this process needs the logits of a pass, and says why."""
+        """Returns True if this process needs the logits of a pass, and logs the reason."""
         if self._is_suspended or self._is_asked():
             return True
         obstacle = find_obstacle(model, path, name)
@@ -324,13 +324,13 @@ class LinearLoss:
             self.is_right = difference <= 1
             if not self.is_right:
                 self._refuse(
-                    f"computed by chunks the loss of {CHECKED_ROWS} rows differs from the model's own by "
+                    f"computed in chunks, the loss of {CHECKED_ROWS} rows differs from the model's own by "
                     f"{difference:.3g} times what rounding explains",
                     logging.WARNING,
                 )
             else:
                 self._say(
-                    f"The loss is computed from the inputs of {self._name} by chunks; its logits only where read."
+                    f"The loss is computed from the inputs of {self._name} in chunks; its logits only where read."
                 )
         return self.is_right
 

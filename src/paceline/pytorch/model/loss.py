@@ -359,7 +359,7 @@ class LossNormalizer:
             self._warn("What the returned loss is a mean over could not be seen", f"it is taken for {self.reduction}")
         elif is_open:
             self._warn(
-                "What the returned loss is a mean over is not decided yet: several readings fit what was seen",
+                "What the returned loss is a mean over is not decided yet: several reductions fit what was seen",
                 f"it is taken for {self.reduction} until more is seen",
             )
 

@@ -34,7 +34,7 @@ class LossTerms:
     """The terms of the cross-entropies of one loss.
 
     Args:
-        option: the option that asks for them, with its value; named in errors.
+        option: the option that requests them, with its value; named in errors.
         z_weight: weight of the z-loss.
 
     Attributes:

@@ -108,7 +108,7 @@ class Objective:
 
     @property
     def computes_no_logits(self) -> bool:
-        """Returns True if the loss of the present training is computed without logits, as far as is known."""
+        """Returns True if the loss of the current training is computed without logits, as far as is known."""
         return self.linear_loss is not None and self.linear_loss.is_right is True
 
     @property

@@ -43,7 +43,7 @@ class Moved:
 class ActivationOffload:
     """Moves what autograd saves in a module's forward pass to host memory.
 
-    The copies run on a stream of their own beside the forward pass. Parameters, their casts by autocast and views of
+    The copies run on a separate stream beside the forward pass. Parameters, their casts by autocast and views of
     both, small tensors, those of other classes (shards) and those with repeated elements stay on the device. A tensor
     that several operations save is copied once.
 

@@ -1,7 +1,7 @@
-"""Checksums of the rows of a batch, which tell whether a model reads the same sample again.
+"""Checksums of the rows of a batch, which show if a model reads the same sample again.
 
 A checksum is computed with integers where the batch is, and does not depend on the other samples of the batch:
-positions that the attention mask or the targets leave out count nothing, and trailing zeros neither.
+positions that the attention mask or the targets leave out do not count, nor do trailing zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def row_checks(inputs: Mapping[str, Any], label_names: Collection[str], num_rows
 
     Args:
         inputs: the batch.
-        label_names: of the targets, of which -100 is left out.
+        label_names: the names of the targets, of which -100 is left out.
         num_rows: samples of the batch; tensors of another length are left out.
     """
     mask = inputs.get("attention_mask")

@@ -74,7 +74,7 @@ class SampleLosses:
     Args:
         rule: knows the targets that do not count, and the assumed reduction.
         smoothing: `label_smoothing_factor`.
-        option: what needs them, for the error.
+        option: the option that needs them, for the error.
 
     Attributes:
         error: largest difference from the returned loss so far, in units of rounding, on the device; None before any.
@@ -95,12 +95,12 @@ class SampleLosses:
 
         Args:
             outputs: the model's.
-            counts: of the micro-batch.
+            counts: the counts of the micro-batch.
             loss: that was returned.
             num_items: `num_items_in_batch`, or None.
 
         Raises:
-            UnsupportedOption: the returned loss is none that is known.
+            UnsupportedOption: the returned loss has no known form.
         """
         items_of, candidates = self._items(outputs, counts)
         if self._num_looks < NUM_LOOKS:

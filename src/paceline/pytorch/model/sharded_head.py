@@ -43,7 +43,7 @@ def find_sharding_obstacle(path: Sequence[nn.Module], layers: Sequence[nn.Module
     Args:
         path: the modules from the model down to the head.
         layers: the linear layers of the head.
-        name: of the head.
+        name: the name of the head.
     """
     *between, head = path[1:]
     if is_sharded(head) and is_linear(head):

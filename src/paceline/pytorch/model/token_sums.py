@@ -10,7 +10,7 @@ from torch import Tensor
 
 NUM_SUMS = 5
 CHUNK_BYTES = 2**25  # of a chunk of logits in float32, of which a copy is made
-LARGEST_EXPONENT = 700.0  # of a float, rounded down
+LARGEST_EXPONENT = 700.0  # for which exp() is finite, rounded down
 
 
 def metrics_of(totals: Sequence[float]) -> dict[str, float]:
@@ -39,7 +39,7 @@ class TokenSums:
         Args:
             kept: flags of the targets that count.
             correct: flags of the targets with the largest logit.
-            entropies: of the predicted distributions.
+            entropies: the entropies of the predicted distributions.
             losses: negative log-likelihoods.
             normalizers: logarithms of the softmax's normalizers.
         """

@@ -22,7 +22,7 @@ class Shard:
     Attributes:
         group: the processes that share the classes, in their order.
         start: the first class of this process.
-        num_classes: of all processes.
+        num_classes: number of classes of all processes.
     """
 
     group: Any
@@ -151,12 +151,12 @@ class SplitOutput:
 class Readers:
     """Lets all processes of a group compute the logits of split heads that one of them reads.
 
-    One process may read alone. So all tell each other before each loss of an output, at each first read of one, and at
-    the end of the forward, whether they wait for logits. The messages are small, and the host waits for them.
+    One process may read alone. So all processes exchange, before each loss of an output, at each first read of one, and
+    at the end of the forward, whether they wait for logits. The messages are small, and the host waits for them.
 
     Args:
         group: the processes that share the classes.
-        device: of the head.
+        device: the device of the head.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -175,10 +175,10 @@ class Readers:
         return int(told)
 
     def meet(self, family: object = None, reads: bool = False) -> None:
-        """Computes the outputs that a process reads, until the output of this family is, or no process waits.
+        """Computes the outputs that any process reads, until that of this family is computed or no process waits.
 
         Args:
-            family: of an output that is used next; None: the forward ends.
+            family: the family of an output that is used next; None: the forward ends.
             reads: this process reads that output.
         """
         own = next((place for place, each in enumerate(self._outputs, 1) if each.family is family), 0)

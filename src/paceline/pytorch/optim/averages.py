@@ -4,7 +4,7 @@ An exponential moving average weighs the last steps most (Polyak & Juditsky, 199
 averages of iterates); stochastic weight averaging is the plain mean from a step on (Izmailov et al., 2018,
 arXiv:1803.05407). Frozen parameters are not averaged, and tied ones are averaged once. Statistics of batch norm are
 averaged like weights by the moving average, and recomputed from training data for the mean. Other buffers are not
-averaged: the model's present ones are used.
+averaged: the model's current ones are used.
 
 A checkpoint's model files hold the average, and its item `averages` holds the training weights, as they were exchanged.
 """
@@ -47,7 +47,7 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class Steps(Protocol):
-    """The members of the engine that tell whether an optimizer step changed the weights."""
+    """The members of the engine that show if an optimizer step changed the weights."""
 
     num_steps: int
     is_applied: bool
@@ -189,7 +189,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Adds the present weights to the average."""
+        """Adds the current weights to the average."""
         if tuple(map(IS_TRAINED, self._parameters)) != self._trained:  # first, or a callback has thawed parameters
             self._follow()
         weight = self.settings.weight(self.num_updates)
@@ -373,7 +373,7 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 def refresh_statistics(model: nn.Module, make_loader: Callable[[], Any], run_batch: Callable[[Any], None]) -> None:
     """Recomputes the statistics of batch norm from one pass over the training data, without gradients.
 
-    Random numbers are those before the pass afterwards, so that training is not changed.
+    The random states are restored afterwards, so that training is unchanged.
 
     Args:
         model: the model, with the weights to compute the statistics for.
@@ -419,8 +419,8 @@ def check_support(settings: AverageSettings, strategy: SingleDevice, optimizer: 
     """Refuses runs whose weights cannot be averaged.
 
     Raises:
-        UnsupportedOption: the weights are not all on this process, the optimizer steps others than the model's, or it
-            keeps an average itself.
+        UnsupportedOption: the weights are not all on this process, the optimizer steps other parameters than the
+            model's, or it keeps an average itself.
     """
     if strategy.runs_windows or strategy.is_lazy or strategy.is_spmd:
         raise UnsupportedOption(

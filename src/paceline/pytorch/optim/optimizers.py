@@ -219,7 +219,7 @@ def build_optimizer(
         kwargs: passed to the class. "params" (or "model" or "optimizer_dict", as subclasses of transformers' Trainer
             name them) replaces the parameter groups, and "weight_decay" replaces `weight_decay`.
         model: the model to train.
-        weight_decay: of the parameters with weight decay.
+        weight_decay: the weight decay of the parameters with weight decay.
         targets, decay_names: see `parameter_groups`.
     """
     optimizer = _build(optimizer_class, dict(kwargs), model, weight_decay, targets, decay_names)

@@ -84,7 +84,7 @@ class ShortMoments:
             is_moment = name in MOMENTS
             if not isinstance(value, Tensor) or value.dtype != torch.float32:
                 continue
-            if not is_moment and (value.shape != parameter.shape or value.dim() == 0):  # of a row, or a counter
+            if not is_moment and (value.shape != parameter.shape or value.dim() == 0):  # row means, or a counter
                 continue
             if not is_moment or type(local(value)) is not Tensor:  # a quantized moment is a subclass
                 raise ValueError(

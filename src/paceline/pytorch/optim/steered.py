@@ -2,7 +2,7 @@
 
 A learning rate is changed where schedules store it: in the optimizer's groups and in the schedule's own rates. Every
 later value of the schedule is then the former one times the factor, whether it is computed from the step or from the
-present rate, and a checkpoint of optimizer and schedule holds the change.
+current rate, and a checkpoint of optimizer and schedule holds the change.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TorchSettings:
         factor = rate_factor(operation, value, before)
         for group in self.groups:
             is_first = operation == "set" and float(group["lr"]) == before
-            put(group, "lr", value if is_first else group["lr"] * factor)  # exactly the value that was asked for
+            put(group, "lr", value if is_first else group["lr"] * factor)  # exactly the requested value
         if self.scheduler is not None:
             rates = [group["lr"] for group in self.groups]
             for part in parts_of(self.scheduler):

@@ -95,7 +95,7 @@ class Mixing(RegularizerPass):
         return is_own and torch.is_grad_enabled()
 
     def run_window(self, call: RunWindow, engine: Engine, passes: list[Pass]) -> list[Tensor]:
-        """Runs the passes, and knows the one in progress."""
+        """Runs the passes, and records the one in progress."""
         self._engine = engine
         return call(engine, passes)
 

@@ -1,4 +1,4 @@
-"""The passes of the regularizers of a run: their interface, their order, and their joint with the engine."""
+"""The passes of the regularizers of a run: their interface, their order, and their connection to the engine."""
 
 from __future__ import annotations
 

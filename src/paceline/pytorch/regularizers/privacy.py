@@ -338,7 +338,7 @@ class PrivateGradients(RegularizerPass):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps of the account, and the key of the noise, which is to be kept secret."""
+        """Returns the steps of the account, and the key of the noise, which must be kept secret."""
         return {"steps": [[*key, count] for key, count in self.account.steps.items()], "key": str(self._key)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -225,7 +225,7 @@ def loading_explained(number: int) -> Iterator[None]:
     """Returns a context in which weights of members are loaded; their errors name the number of members.
 
     Args:
-        number: of the members that are there.
+        number: the number of the members that are there.
 
     Raises:
         CheckpointError: the checkpoint does not fit.

@@ -80,7 +80,7 @@ def bootstrap_places(size: int, seed: int) -> Tensor:
 
 
 def own_order(members: Sequence[Member]) -> bool:
-    """True if some members read other batches than the others."""
+    """True if members read different batches."""
     return any(member.data_seed is not None or member.bootstrap is not None for member in members)
 
 
@@ -90,7 +90,7 @@ def member_sampler(size: int, members: Sequence[Member], seed: int, is_random: b
     Args:
         size: number of samples.
         members: the members.
-        seed: of the order of members without `data_seed`.
+        seed: the seed of the order of members without `data_seed`.
         is_random: a new order in each epoch; otherwise dataset order.
     """
     seeds = [seed if member.data_seed is None else member.data_seed for member in members]

@@ -33,7 +33,7 @@ class MemberWatch(TrainerCallback):
         greater_is_better: its direction.
         repeats_steps: an out-of-memory may run the passes of a step again.
         keeps_best: the weights of each member's best evaluation are kept, and loaded at the end of training.
-        best_metric: of each member, None before its first evaluation.
+        best_metric: the best metric of each member, None before its first evaluation.
         best_step: the optimizer step of it.
         stopped_step: the step at which early stopping ended each member; None: not stopped.
         best: tensors of the members' best evaluations, stacked, by name.
