@@ -17,7 +17,8 @@ def position_line(count: str, times: str, texts: Mapping[str, str], columns: int
     Args:
         count: title and count, such as `"train: 3/10"`.
         times: elapsed and remaining time.
-        texts: the other texts by name, the weightiest first, in the order of the line; what does not fit is left out.
+        texts: the other texts by name, the most important first, in the order of the line; those that do not fit are
+            left out.
         columns: columns of the line.
     """
     room = columns - width_of(f"{count} [{times}]")
@@ -32,7 +33,8 @@ def value_line(texts: Mapping[str, str], losses: Sequence[float], columns: int, 
     """Returns the second line; an empty one without texts.
 
     Args:
-        texts: the texts by name, the weightiest first, in the order of the line; what does not fit is left out.
+        texts: the texts by name, the most important first, in the order of the line; those that do not fit are left
+            out.
         losses: the logged losses, drawn as a curve after the text "loss", as long as there is room.
         columns: columns of the line.
         is_unicode: True draws the curve in block characters.

@@ -35,8 +35,8 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
 
     Args:
         callbacks: the user's callbacks, instances or classes.
-        args: the arguments, of which `report_to`, `disable_tqdm`, `debug`, `profile` and those that ask for a
-            callback are read.
+        args: the arguments, of which `report_to`, `disable_tqdm`, `debug`, `profile` and those that request a callback
+            are read.
 
     Raises:
         TypeError: `callbacks` is not a list, or an element has no event method.
@@ -72,7 +72,7 @@ def has_one_of(callbacks: Sequence[Any], kinds: type | tuple[type, ...]) -> bool
 
 
 def callback_of(name: str, value: object, callbacks: Sequence[Any]) -> Any:
-    """Returns the callback that an option asks for.
+    """Returns the callback that an option requests.
 
     Raises:
         ValueError: the option's value is invalid, or `callbacks` has one of this class too.
@@ -80,7 +80,7 @@ def callback_of(name: str, value: object, callbacks: Sequence[Any]) -> Any:
     made = load(OPTION_CALLBACKS[name])(value)
     if any(type(made) in (callback, type(callback)) for callback in callbacks):
         raise ValueError(
-            f"{name}={value!r} and a {type(made).__name__} in callbacks ask for the same: leave one of them out."
+            f"{name}={value!r} and a {type(made).__name__} in callbacks request the same: leave one of them out."
         )
     return made
 

@@ -27,7 +27,7 @@ class PrinterCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs:
-            with suppress(OSError):  # a closed pipe or a full disk behind the output ends no training
+            with suppress(OSError):  # a closed pipe or a full disk behind the output does not end the training
                 terminal.show(str(readable_row(logs, state.global_step)))
 
 

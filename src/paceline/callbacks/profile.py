@@ -100,7 +100,7 @@ class ProfileCallback(TrainerCallback):
         if not cuda.is_available():
             raise UnsupportedOption(
                 "profile: snapshot=True needs a CUDA device, and there is none. memory=True records allocations on any "
-                "device; trainer.measure_memory() tells the peak of each module."
+                "device; trainer.measure_memory() returns the peak of each module."
             )
         cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         self._snapshot = cuda.memory

@@ -95,7 +95,7 @@ class ProgressCallback(TrainerCallback):
         self._time = TimeLeft(0, 0.0)
         self._next_refresh = self._step_ended = 0.0
         self._memory, self._next_memory = "", 0.0
-        self._lines: Any = None  # of the program, above the bars
+        self._lines: Any = None  # writes lines of the program above the bars
         self._rows: Any = None
         self._details: Any = None  # the line below the bar on a terminal
 
@@ -327,7 +327,7 @@ class LineBar:
 
     def write(self, s: str) -> None:
         """Writes another line to the standard output, as tqdm does."""
-        with suppress(OSError):  # a closed pipe or a full disk behind the output ends no training
+        with suppress(OSError):  # a closed pipe or a full disk behind the output does not end the training
             terminal.show(s)
 
     def refresh(self) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MOST_MEASUREMENTS = 256  # rows that are kept for the report, about 100 bytes each; an even number
 MOST_MESSAGES = 200
-_MAX_CHARACTERS = 500  # of a message
+_MAX_CHARACTERS = 500  # length of a message
 GB = 2**30
 MEMORY = {
     f"{RESOURCE_PREFIX}{name}_memory_gb": read
@@ -66,9 +66,9 @@ class Messages(logging.Handler):
 
 
 class Measurements:
-    """Measurements of a run in a bounded number of rows, each of which stands for as many log rows.
+    """Measurements of a run in a bounded number of rows, each of which covers the same number of log rows.
 
-    Of the log rows in a row, seconds are added up, and of other entries the latest counts.
+    The seconds of these log rows are added up; of other entries the latest counts.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class ReportCallback(TrainerCallback):
     def on_run_closed(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Writes the report, when the record of the run tells how it ended."""
+        """Writes the report, once the record of the run states how it ended."""
         if self._messages is not None:
             self._write(args, state)
 

@@ -16,7 +16,7 @@ from paceline.args.warmups import BatchWarmup, resolve_batch_warmup
 from paceline.core.state import TrainerState
 
 MOST_MARKS = 512  # steps whose times are kept for the expected time
-ROUNDING = 1e-6  # of an epoch
+ROUNDING = 1e-6  # rounding error, in epochs
 
 
 class Speedometer:

@@ -63,8 +63,8 @@ class CardReporter(Reporter):
 
         Args:
             make_card: returns the card.
-            args: of the training.
-            state: of the training.
+            args: the arguments of the training.
+            state: the state of the training.
             model: the model.
         """
         raise NotImplementedError
@@ -201,11 +201,11 @@ class NumberFilter:
 
 
 def as_description(card: str, present: str | None) -> str | None:
-    """Returns a model card as the description of a run; None if the run has one of the user's, which is kept.
+    """Returns a model card as the description of a run; None if the user has set one, which is kept.
 
     Args:
         card: the model card.
-        present: the present description.
+        present: the current description.
     """
     return None if present and CARD_MARK not in present else f"{card}\n{CARD_MARK}\n"
 

@@ -16,7 +16,7 @@ from paceline.core.state import TrainerControl, TrainerState
 class CodeCarbonCallback(Reporter):
     """Measures the emissions of a training on each node, and adds a row to `emissions.csv` when it ends.
 
-    A resumed training adds a row of its own: the emissions of a run are their sum. One that breaks off adds none.
+    Each start of a run adds a row: the emissions of a run are their sum. A training that an error ends adds none.
 
     Environment:
         CODECARBON_COUNTRY_ISO_CODE: the country, which is then not looked up over the network.
@@ -41,7 +41,7 @@ class CodeCarbonCallback(Reporter):
     ) -> None:
         if not state.is_local_process_zero:
             return
-        self._stop()  # of a training that broke off
+        self._stop()  # of a training that an error ended
         codecarbon: Any = require("codecarbon", "codecarbon")
         Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
         options = {"output_dir": str(args.output_dir)}

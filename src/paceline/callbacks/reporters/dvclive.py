@@ -19,7 +19,7 @@ class DVCLiveCallback(ServiceReporter):
     """Writes rows under `train/`, `eval/` and `test/` by step to the folder `dvclive`, and the settings to its params.
 
     Metrics of the whole run are in its `metrics.json` only. A resumed training appends to the folder. Each trial of a
-    search has a folder of its own in it.
+    search has its own folder in it.
 
     Args:
         live: a `dvclive.Live` to use; by default one is created.

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-ANSWER_SECONDS = 30.0  # to the first question; a server that is started on demand takes that long
-AGAIN_SECONDS = 1.0  # to the questions after one that had no answer
+ANSWER_SECONDS = 30.0  # seconds for the first request; a server that is started on demand takes that long
+AGAIN_SECONDS = 1.0  # seconds for requests after one without an answer
 FINISH_SECONDS = 30.0  # the end of training waits this long for a slow server
 MAX_METRICS = 1000  # per request, MLflow's limit
 DESCRIPTION = "mlflow.note.content"  # the tag that MLflow's pages show as the description of a run
@@ -176,7 +176,7 @@ class MLflowCallback(CardReporter):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if self._is_training:  # a training that broke off
+        if self._is_training:  # a training that an error ended
             MLflowCallback.on_train_end(self, args, state, control)
         self._is_training = True
         if not self._initialized:
@@ -357,7 +357,7 @@ class Sender:
 
 
 def check_server(uri: str, seconds: float = ANSWER_SECONDS) -> None:
-    """Checks that a tracking server answers, whatever it says; mlflow itself would retry for a quarter of an hour.
+    """Checks that a tracking server answers with any status; mlflow itself would retry for a quarter of an hour.
 
     Args:
         uri: the tracking URI.

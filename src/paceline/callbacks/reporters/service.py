@@ -43,8 +43,8 @@ class ServiceReporter(CardReporter):
     training; one after it continues that run. Each trial of a hyper-parameter search has its own run.
 
     A subclass implements `open_run`, `id_of`, `log_settings`, `log_row` and `close_run`, and where the service has them
-    `active_run`, `log_tags`, `log_media`, `log_card`, `upload` and `upload_at_end`. All of them may raise: the run goes
-    on. A `close_run` that takes longer than `CLOSE_SECONDS` is left to a thread in the background.
+    `active_run`, `log_tags`, `log_media`, `log_card`, `upload` and `upload_at_end`. All of them may raise: the run
+    continues. A `close_run` that takes longer than `CLOSE_SECONDS` is left to a thread in the background.
 
     Attributes:
         service: the name of the service in messages.
@@ -70,7 +70,7 @@ class ServiceReporter(CardReporter):
         self._is_ours = False
         self._is_training = False
         self._num_trainings = 0
-        self._trial: str | None = None  # whose run `_run` is
+        self._trial: str | None = None  # that `_run` belongs to
         self._identity: dict[str, Any] = {}
         self._resumes: Mapping[str, Any] = {}
         self._filter = NumberFilter(self.service)
@@ -164,7 +164,7 @@ class ServiceReporter(CardReporter):
         self._initialized, self._resumes = True, {}
         try:
             self.log_settings(settings_with_size(args, model))
-        except Exception as error:  # the metrics are worth more than the settings
+        except Exception as error:  # a failure to record settings must not stop the metrics
             logger.warning("%s did not accept the settings of the run: %s", self.service, error)
         try:
             self.log_tags(list(self._tags))
@@ -180,7 +180,7 @@ class ServiceReporter(CardReporter):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         if self._num_trainings or state.is_hyper_param_search:
-            self._close()  # of another training, which may have broken off
+            self._close()  # of another training, which an error may have ended
             if state.global_step == 0:
                 self._resumes = {}
         self._close_other()
@@ -375,9 +375,9 @@ def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
 
 @contextmanager
 def signals_kept() -> Iterator[None]:
-    """Puts back the handlers of the signals that stop a run, which some clients replace by their own.
+    """Restores the handlers of the signals that stop a run, which some clients replace by their own.
 
-    Without it, a run that is told to stop would end at once, before its last checkpoint.
+    Without it, a signal would end the run at once, before its last checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -44,7 +44,7 @@ class TensorBoardCallback(CardReporter):
             require("tensorboard", "tensorboard")  # raises with the extra to install
         self.tb_writer = tb_writer
         self.logging_dir: str | None = None
-        self._trial: str | None = None  # whose folder that is
+        self._trial: str | None = None  # that `logging_dir` belongs to
         self._purge_step: int | None = None  # entries from this step on, after the checkpoint, are hidden
 
     def on_train_begin(
@@ -53,7 +53,7 @@ class TensorBoardCallback(CardReporter):
         if not state.is_world_process_zero:
             return
         if self.tb_writer is not None and self.logging_dir is not None and self._trial != state.trial_name:
-            self.on_train_end(args, state, control)  # of a trial that broke off
+            self.on_train_end(args, state, control)  # of a trial that an error ended
         writer = self._open(args, state)
         writer.add_text("args", args.to_json_string())
         config: Any = getattr(model, "config", None)
@@ -101,7 +101,7 @@ class TensorBoardCallback(CardReporter):
 
     def _open(self, args: TrainingArguments, state: TrainerState) -> Any:
         if self.tb_writer is None:
-            if self.logging_dir is None or self._trial != state.trial_name:  # each trial has a folder of its own
+            if self.logging_dir is None or self._trial != state.trial_name:  # each trial has its own folder
                 self.logging_dir, self._trial = logging_folder(args, state), state.trial_name
             self._purge_step = state.global_step + 1 if state.global_step else None
             self._init_summary_writer(args)

@@ -61,7 +61,7 @@ class WandbCallback(CardReporter):
         self._log_model = log_model_choice()
         self._initialized = False
         self._owns_run = False
-        self._trial: str | None = None  # whose run it is
+        self._trial: str | None = None  # that the run belongs to
         self._resumes: Mapping[str, Any] = {}
         self._card = ""  # of the training that ends
 
