@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".paceline.lock"
 SECONDS_BETWEEN_SIGNS = 5.0
-SECONDS_BETWEEN_LOOKS = 0.5  # for a file that `FolderLock.listen` names
+SECONDS_BETWEEN_LOOKS = 0.5  # interval of checks for the file that `FolderLock.listen` names
 PATIENCE = 30.0  # seconds without a heartbeat from a holder on another machine
 GRACE = 3.0  # seconds to wait for a holder on this machine, which may just have been killed
 
@@ -135,7 +135,7 @@ class _Signs(threading.Thread):
                 self.touch()
 
     def look(self) -> None:
-        """Tells the listener if its file is there."""
+        """Calls the listener if its file is there."""
         listener = self.lock.listener
         if listener is not None and os.path.lexists(listener[0]):
             listener[1]()

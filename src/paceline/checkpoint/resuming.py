@@ -177,7 +177,7 @@ def report_kept(folder: Path, run: RunMark, checkpoint: Path | None) -> None:
     Args:
         folder: the output folder.
         run: the mark of the run that starts now.
-        checkpoint: the checkpoint that the run resumes from; None if it starts over, which is then said.
+        checkpoint: the checkpoint that the run resumes from; None if it starts over, which is then logged too.
     """
     others = [path for path in folders.list_checkpoints(folder) if not is_of_run(run, path.name, mark_of(path))]
     if not others:
@@ -217,7 +217,7 @@ def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> l
 
     Args:
         saved: saved options by name, as numbers, booleans and text (`to_sanitized_dict`).
-        present: present options in the same form.
+        present: current options in the same form.
     """
     return [
         f"{name} {saved[name]} -> {value}"
@@ -232,7 +232,7 @@ def report_changes(checkpoint: Path, progress: Mapping[str, Any] | None, present
     Args:
         checkpoint: the checkpoint that a run resumes from.
         progress: the content of its `progress.json`.
-        present: the present options in the form of `to_sanitized_dict`.
+        present: the current options in the form of `to_sanitized_dict`.
     """
     saved = (progress or {}).get("arguments")
     if not isinstance(saved, Mapping):

@@ -84,7 +84,7 @@ def write_card(folder: Path, run: CardRun, facts: CardFacts, options: CardOption
     own = describe(run, facts, name, data.base_model, results_named(options, data.datasets))
     content = mask_text(f"---\n{data.to_yaml()}\n---\n\n{merged(text, own)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the present file
+    temporary = path.with_name(f".{CARD_NAME}.incomplete-{os.getpid()}")  # a push may be reading the current file
     temporary.write_text(content, encoding="utf-8")
     os.replace(temporary, path)
 

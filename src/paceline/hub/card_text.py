@@ -80,7 +80,7 @@ def opening(run: CardRun, facts: CardFacts, base: Any, datasets: list[str]) -> s
 
 
 def results(run: CardRun) -> str:
-    """Returns the metrics of the present model."""
+    """Returns the metrics of the current model."""
     found = describing(run)
     if found is None:
         return "It has not been evaluated."

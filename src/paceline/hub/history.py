@@ -65,7 +65,7 @@ def metrics_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def describing(run: CardRun) -> Evaluation | None:
-    """Returns the evaluation of the present model: the last one, or the best model's if that was loaded."""
+    """Returns the evaluation of the current model: the last one, or the best model's if that was loaded."""
     found = evaluations_of(run.state.log_history)
     if not found:
         return None

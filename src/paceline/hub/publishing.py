@@ -57,7 +57,7 @@ class HubHooks:
         init_hf_repo: creates the repository.
         create_model_card: writes the card into the output folder; its arguments are those of CardOptions.
         save_model: saves the model to the output folder, on all ranks.
-        push_to_hub: pushes the present model.
+        push_to_hub: pushes the current model.
         finish_current_push: waits for the pushes in progress.
         fire_push_begin: notifies the callbacks that a push starts.
         card_facts: returns the facts of the model for its card.

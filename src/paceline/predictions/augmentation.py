@@ -135,7 +135,7 @@ class AugmentedSteps:
         Args:
             batch: what transforms are given.
             first: the predictions of the batch as it is.
-            label_shape: of labels that are one floating-point array; None for other labels.
+            label_shape: the shape of labels that are one floating-point array; None for other labels.
             predict: runs a transformed batch through the model; returns predictions.
 
         Raises:

@@ -268,8 +268,8 @@ def check_kind(shape: Sequence[int], label_shape: Sequence[int] | None, outputs:
     """Checks that predictions which are to be read as logits or probabilities are not those of a regression.
 
     Args:
-        shape: of the predictions.
-        label_shape: of labels that are one floating-point array; None for other labels.
+        shape: the shape of the predictions.
+        label_shape: the shape of labels that are one floating-point array; None for other labels.
         outputs: the kind of the predictions.
 
     Raises:

@@ -28,14 +28,14 @@ COLUMNS = (
     "forgetting_events",
 )
 COLOURS = ("#aa3344", "#ccbb44", "#4477aa")  # by correctness: never, sometimes, always
-MOST_POINTS = 5000  # of a picture
+MOST_POINTS = 5000  # points in a picture
 
 
 class DataMap:
     """Sums over the presentations of each sample, 64 bytes a sample.
 
     Args:
-        num_samples: of the dataset.
+        num_samples: number of samples of the dataset.
 
     Attributes:
         sums: arrays `(num_samples,)` by the names in `SUMS`; `last` is 1 if the last presentation was right, 0 if it

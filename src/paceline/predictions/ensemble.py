@@ -24,7 +24,7 @@ class Host(Protocol):
     """Lets the members of an ensemble predict with a Trainer; there is one for each framework.
 
     Attributes:
-        compute_metrics: of the Trainer; None if it is called batch by batch.
+        compute_metrics: the function of the Trainer; None if it is called batch by batch.
     """
 
     compute_metrics: Any

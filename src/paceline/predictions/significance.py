@@ -79,8 +79,8 @@ def paired_bootstrap(
         labels: one row per sample.
         metric: `(predictions, labels) -> float`.
         num_resamples: number of resamples, each of which calls the metric twice.
-        confidence: of the interval.
-        seed: of the resampling.
+        confidence: the level of the interval.
+        seed: the seed of the resampling.
 
     Raises:
         ValueError: the numbers of rows differ, an argument is invalid, or the metric of a resample is not finite.

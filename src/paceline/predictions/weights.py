@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 MAX_STEPS = 5000
-TOLERANCE = 1e-9  # of the log loss, in nats
+TOLERANCE = 1e-9  # difference of the log loss, in nats
 
 
 def log_softmax(logits: Array) -> Array:
@@ -42,7 +42,7 @@ def logit_weights(logits: Sequence[Array], labels: Array) -> Array:
     """Returns the weights of a mean of log-probabilities, by exponentiated gradients (Kivinen and Warmuth 1997).
 
     Args:
-        logits: of each member, `(samples, classes)`.
+        logits: the logits of each member, `(samples, classes)`.
         labels: `(samples,)`, the true classes.
     """
     stacked = np.stack([log_softmax(each) for each in logits], -1)

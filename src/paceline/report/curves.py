@@ -45,7 +45,7 @@ class Series:
 
     @property
     def heights(self) -> np.ndarray:
-        """The values, of an area without what it stands on."""
+        """The values; those of an area without its lower edge."""
         return self.values if self.bases is None else self.values - self.bases
 
     @property

@@ -114,7 +114,7 @@ def find_causes(steps: Steps, differences: Sequence[Difference], first: RunData,
     """Returns the causes that are consistent with the first step that differs, the likeliest first; empty without one.
 
     Recorded differences come first, in the order of `KINDS`: an option is set on purpose, and rounding follows from
-    everything. Without one, the numbers of the step tell what is left.
+    everything. Without one, the causes are inferred from the numbers of the step.
     """
     divergence = steps.divergence
     if divergence is None:

@@ -43,7 +43,7 @@ def make_index(table: RunTable, title: str, links: Mapping[str, str], live: Live
 
 
 def make_note(title: str, texts: Sequence[str], live: Live) -> str:
-    """Returns a page that says why there is nothing else to show."""
+    """Returns a page with the reason why there is nothing else to show."""
     body = "".join(f'<p class="bad">{escape(mask_text(text))}</p>' for text in texts)
     return frame(title, f"<h1>{escape(title)}</h1>\n{body}", live)
 

@@ -59,7 +59,7 @@ class Seconds:
     """The seconds of each activity in the log rows of a run.
 
     Attributes:
-        steps: the optimizer steps of the rows, in their order; each row tells of the time since the one before.
+        steps: the optimizer steps of the rows, in their order; each row covers the time since the one before.
         values: `(rows, activities)`, in the order of `paceline.core.ledger.ACTIVITIES`.
         first: the step that the first row starts after.
     """
@@ -83,7 +83,7 @@ def throughput(seconds: Seconds, updates: np.ndarray) -> list[Points]:
     """Returns samples per second of training time, without setup, evaluations and saves.
 
     Args:
-        seconds: of the run.
+        seconds: the seconds of the run.
         updates: the journal, of `paceline.core.journal.FORMAT`.
     """
     is_training = [key not in NOT_TRAINING for key in TIME_KEYS]

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 from paceline.core.media import MEDIA_FOLDER, PNG_START, shown_cell
 
 FILE = re.compile(r"(?P<name>.+)-(?P<step>\d{1,18})\.(?P<kind>png|json)")
-MOST_BYTES = 2**20  # of one file that is shown
-MOST_BYTES_SHOWN = 2 * 2**20  # of all figures
+MOST_BYTES = 2**20  # largest size of one file that is shown
+MOST_BYTES_SHOWN = 2 * 2**20  # largest size of all figures together
 MOST_FILES = 100_000
 
 

@@ -340,7 +340,7 @@ def _facts_of(run: RunData) -> list[tuple[str, str]]:
 
 
 def _state(run: RunData) -> str:
-    """Returns the state of a run. The page of a run that goes on is written by itself only when it is about to end."""
+    """Returns the state of a run. A run in progress writes its own page only when it is about to end."""
     end = _mapping(run.record.get("end")).get("state")
     if end in (FAILED, INTERRUPTED, FINISHED):
         return str(end)

@@ -32,7 +32,7 @@ class RunRow:
     Attributes:
         folder: its output folder.
         name: its path below the listed folder.
-        state: `running`, `finished`, `interrupted` (stopped, or its process ended without a word) or `failed` (an
+        state: `running`, `finished`, `interrupted` (stopped, or its process ended without a record) or `failed` (an
             error).
         step: the last known optimizer step.
         max_steps: the steps of the whole run; None if unknown.
@@ -162,7 +162,7 @@ def _name(run: RunData, folder: Path) -> str:
 
 
 def state_of(run: RunData, end: dict[str, Any]) -> str:
-    """Returns the state of a run: running, or as its record says, or as its last step tells."""
+    """Returns the state of a run: running, or as its record states, or as its last step shows."""
     if is_held(run.folder):
         return RUNNING
     if isinstance(end.get("state"), str) and end["state"] in _ENDS:

@@ -1,6 +1,6 @@
 """Serves the pages of the runs below a folder, on this machine only: an index, a page of each run, and comparisons.
 
-A page is made from the run's files when it is asked for, and again when they have changed. An address names a run by a
+A page is made from the run's files when it is requested, and again when they have changed. An address names a run by a
 hash of its path, and is looked up among the runs that were found, so that no address leads to another file. Links that
 lead out of the folder are not followed.
 """
@@ -35,7 +35,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Arit
 
 
 class Gone(ValueError):
-    """The run of an address cannot be shown; the message says why."""
+    """The run of an address cannot be shown; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Pages:
         self.folder = folder.resolve()
         self._table: tuple[str, RunTable] = ("", RunTable())
         self._kept: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._nonce = secrets.token_hex(16)  # stands for that of an answer in a page that is kept
+        self._nonce = secrets.token_hex(16)  # placeholder of the nonce in a cached page
         self._lock = threading.Lock()  # one page at a time: making them in parallel would only be slower
 
     def find(self, path: str, query: str) -> Answer:
@@ -256,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Writes nothing: a page that asks every two seconds would fill the terminal."""
+        """Writes nothing: a page that sends a request every two seconds would fill the terminal."""
 
 
 _HEADERS = {

@@ -46,7 +46,7 @@ class RunStatus:
         best: name and best value of the metric of the best model; None for what is unknown.
         times: the seconds of each activity of this run, largest first; empty if they were not recorded.
         warnings: sentences about what went wrong.
-        since_progress: seconds since the files of a running run told of a step; None if unknown.
+        since_progress: seconds since the files of a running run recorded a step; None if unknown.
     """
 
     name: str
@@ -158,7 +158,7 @@ def _first_step(run: RunData) -> int:
 
 
 def _points_of(run: RunData, first: int) -> list[tuple[float, float, float]]:
-    """Returns (time, step, tokens) of the last start and of what its files tell of the steps since then."""
+    """Returns (time, step, tokens) of the last start and of the steps since then that its files record."""
     began = _seconds_of_time(run.record.get("started"))
     points = [(began, float(first), 0.0)] if began is not None else []
     for row in run.rows:

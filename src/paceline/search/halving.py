@@ -1,4 +1,4 @@
-"""Successive halving (arXiv:1502.07943): all trials train a little, and the best of them go on.
+"""Successive halving (arXiv:1502.07943): all trials train a little, and the best of them continue.
 
 A survivor resumes its own checkpoint, so no optimizer step is done twice. Its schedule is that of the full length from
 the first step, so it ends like a run that was never stopped.
@@ -34,8 +34,8 @@ class HalvingSummary:
 
     Attributes:
         num_updates: optimizer steps of all trials.
-        num_saved: further ones that training the survivors anew at each rung would have taken.
-        num_full: those of all trials, had each been trained as long as the longest.
+        num_saved: optimizer steps that training the survivors anew at each rung would have taken in addition.
+        num_full: optimizer steps of all trials, had each been trained as long as the longest.
         survivors: the number of trials at each rung.
     """
 
@@ -51,7 +51,7 @@ class Ladder:
 
     Attributes:
         min_steps: optimizer steps of the first rung.
-        reduction_factor: one in so many trials goes on, and trains so many times as long.
+        reduction_factor: one in this many trials continues, and trains this many times as long.
         num_rungs: rungs, the last one included, where trials are trained to their end.
     """
 
@@ -92,7 +92,7 @@ def make_ladder(options: Mapping[str, Any], n_trials: int | None) -> Ladder:
 
 
 def run(search: OptunaSearch, options: Mapping[str, Any]) -> BestRun:
-    """Runs the trials rung by rung; a search that died goes on at its rung.
+    """Runs the trials rung by rung; a search that died continues at its rung.
 
     Raises:
         RuntimeError: no trial was completed.
@@ -152,7 +152,7 @@ def climb(search: OptunaSearch, trial: optuna.Trial, rung: int, ladder: Ladder) 
 
 
 def drop_worst(search: OptunaSearch, active: dict[int, optuna.Trial], rung: int, factor: int) -> None:
-    """Ends the trials of a rung that are not among the best; `active` keeps those that go on."""
+    """Ends the trials of a rung that are not among the best; `active` keeps those that continue."""
     sign = 1 if search.directions == ["minimize"] else -1
     reached = [trial for trial in search.study.get_trials(deepcopy=False) if len(rungs_of(trial)) > rung]
     reached.sort(key=lambda trial: (sign * rungs_of(trial)[rung][1], trial.number))

@@ -52,7 +52,7 @@ FOLDER, RUN_NAME, ERROR, SETTINGS = "folder", "run_name", "error", "settings"  #
 
 
 class TrialFailed(Exception):
-    """The error of one trial, after which the search goes on; its cause is the error itself."""
+    """The error of one trial, after which the search continues; its cause is the original error."""
 
 
 def run(
@@ -62,9 +62,9 @@ def run(
 
     Args:
         trials: runs the trials.
-        n_trials: of the whole study, those of earlier starts included; None: until `timeout`.
+        n_trials: number of trials of the whole study, those of earlier starts included; None: until `timeout`.
         directions: one for each objective.
-        options: of `optuna.create_study` and of `Study.optimize`; `halving` for successive halving.
+        options: options of `optuna.create_study` and of `Study.optimize`; `halving` for successive halving.
 
     Returns:
         The best trial; with several objectives, those that no other trial beats in all of them.
@@ -100,7 +100,7 @@ def follow(trials: Trials) -> BestRun | list[BestRun]:
         number, options = values
         try:
             trials.run(SharedTrial(None, trials.share, number), str(number), **options)
-        except Exception as error:  # the same on all ranks; rank 0 decides whether the search goes on
+        except Exception as error:  # the same on all ranks; rank 0 decides whether the search continues
             logger.info("Trial %d ended on this rank with %s.", number, type(error).__name__)
 
 
@@ -147,7 +147,7 @@ class OptunaSearch:
     # ---- the study
 
     def check_pruner(self, pruner: object) -> None:
-        """Raises SearchError if a pruner is given that would never be asked."""
+        """Raises SearchError if a pruner is given that would never be called."""
         if pruner is None or isinstance(pruner, optuna.pruners.NopPruner):
             return
         name = type(pruner).__name__
@@ -312,7 +312,7 @@ class OptunaSearch:
                 raise
             if isinstance(error, ValueError) and str(error).startswith(OF_ANOTHER_SPACE):
                 raise SearchError(
-                    f"The study has other values of a hyperparameter than this trial asks for: {error} For another "
+                    f"The study has other values of a hyperparameter than this trial requests: {error} For another "
                     "space, give another output_dir or study_name."
                 ) from error
             text = mask_text(f"{type(error).__name__}: {error}")

@@ -21,7 +21,7 @@ tune: Any = LateModule("ray.tune")
 
 METRIC = "objective"
 SCOPES = ("all", "last", "avg", "last-5-avg", "last-10-avg")
-# schedulers that decide by the results on the way
+# schedulers that decide by intermediate results
 BY_RESULTS = {
     "AsyncHyperBandScheduler",
     "HyperBandForBOHB",
@@ -30,7 +30,7 @@ BY_RESULTS = {
     "PB2",
     "PopulationBasedTraining",
 }
-# options that a trial keeps when it goes on from another one's checkpoint: its optimizer and its schedule hold them
+# options that a trial keeps when it resumes another one's checkpoint: its optimizer and its schedule hold them
 FIXED = {
     "adam_beta1",
     "adam_beta2",
@@ -54,7 +54,7 @@ def run(trials: Trials, n_trials: int | None, directions: list[str], options: di
         trials: runs the trials; it is copied to each of them.
         n_trials: `num_samples` of Tune.
         directions: one.
-        options: of `ray.tune.run`.
+        options: options of `ray.tune.run`.
 
     Environment:
         RAY_SCOPE: the results of a trial by which the best one is chosen, a `scope` of `ExperimentAnalysis`; "last".
@@ -100,7 +100,7 @@ def check(trials: Trials, directions: list[str], options: Mapping[str, Any], sco
     if mutated:
         raise SearchError(
             f"hyperparam_mutations names {mutated[0]!r}: the optimizer and the schedule of a checkpoint keep it. Of "
-            "their options, learning_rate and weight_decay can be changed on the way."
+            "their options, learning_rate and weight_decay can be changed during training."
         )
     kinds = {kind.__name__ for kind in type(options.get("scheduler")).__mro__}
     if kinds & BY_RESULTS and not trials.evaluates:

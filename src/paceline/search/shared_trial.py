@@ -1,4 +1,4 @@
-"""A trial of several processes: rank 0 asks the backend, and all ranks get its answers."""
+"""A trial of several processes: rank 0 queries the backend, and all ranks get its answers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Trials(Protocol):
 
     Attributes:
         folder: the output folder of the search.
-        is_first: True on rank 0, which asks the backend.
+        is_first: True on rank 0, which queries the backend.
         is_distributed: True if several processes train each trial.
         evaluates: True if trials are evaluated during training, so that they can be pruned.
         uses_cuda: True if a trial trains on a CUDA device.

@@ -70,7 +70,7 @@ class Sweep:
 
     Args:
         trials: runs them.
-        direction: of the objective.
+        direction: the direction of the objective.
     """
 
     def __init__(self, trials: Trials, direction: str) -> None:
@@ -81,7 +81,7 @@ class Sweep:
 
     def train(self) -> Objective | None:
         """Runs one trial with the hyperparameters that the service has chosen; its error is recorded."""
-        if self.fatal is not None:  # the agent survives errors, and would go on
+        if self.fatal is not None:  # the agent survives errors, and would continue
             return None
         run = wandb.run if wandb.run is not None else wandb.init()
         params = dict(wandb.config)
