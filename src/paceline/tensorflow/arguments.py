@@ -246,7 +246,7 @@ def check_tensorflow(args: TFTrainingArguments) -> None:
         )
     for name in ("tpu_zone", "gcp_project"):
         if getattr(args, name) is not None and args.tpu_name is None:
-            raise ValueError(f"{name}={getattr(args, name)!r} says where a named TPU is: set tpu_name too.")
+            raise ValueError(f"{name}={getattr(args, name)!r} locates a named TPU: set tpu_name too.")
 
 
 def check_rates(phases: Iterable[Any]) -> None:

@@ -104,7 +104,7 @@ class TFEngine:
         """Trains other variables of the model, or with another loss, from the next optimizer step on.
 
         Args:
-            objective: of the same model.
+            objective: the objective of the same model.
             trainables: the variables that are trained; the others get no gradient.
         """
         self.objective, self.trainables = objective, list(trainables)
@@ -278,7 +278,7 @@ class TFEngine:
     def is_out_of_memory(self, error: BaseException) -> bool:
         """True if smaller micro-batches may avoid this error and no part of the step has been applied yet.
 
-        An out-of-memory of the update itself gets a note that says why it is not retried.
+        An out-of-memory while the update is applied gets a note with the reason why it is not retried.
         """
         return isinstance(error, tf.errors.ResourceExhaustedError) and may_retry(error, self.is_applying)
 
@@ -411,7 +411,7 @@ class TFEngine:
     def gradients(
         self, features: object, labels: object, num_items: object, run_model: Callable[..., Any]
     ) -> list[Any]:
-        """Returns this replica's gradients of the step's loss, the body of `TFTrainer.training_step`."""
+        """Returns this replica's gradients of the step's loss: the body of `TFTrainer.training_step`."""
         function = self._compiled if self._compiled is not None else self._differentiate
         values, loss, outputs = function(features, labels, num_items, run_model, self._share)
         self._traced_loss, self._traced_outputs = loss, outputs

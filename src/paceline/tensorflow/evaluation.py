@@ -1,4 +1,4 @@
-"""Evaluation and prediction in TensorFlow: every sample is processed once; losses, predictions and metrics result."""
+"""Evaluation and prediction in TensorFlow: every sample is processed once, for losses, predictions and metrics."""
 
 from __future__ import annotations
 

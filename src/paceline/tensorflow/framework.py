@@ -1,4 +1,4 @@
-"""TensorFlow and Keras, imported once for this package; if one is missing, the error says what to install."""
+"""TensorFlow and Keras, imported once for this package; if one is missing, the error names what to install."""
 
 from __future__ import annotations
 

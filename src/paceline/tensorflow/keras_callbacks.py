@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class FitCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A base class for callbacks of `fit` in Keras 3 and tf_keras; tf_keras asks callbacks for their batch hooks."""
+    """A base class for callbacks of `fit` in Keras 3 and tf_keras; tf_keras looks up the batch hooks of callbacks."""
 
     def _implements_train_batch_hooks(self) -> bool:
         return True

@@ -107,7 +107,7 @@ class Session(core.Session[core.Run, TFTrainerMembers]):
         strategy: places the replicas.
         objective: calls the model and computes its loss.
         engine: the compiled optimizer step; recreated by each run.
-        averages: of the weights of the latest run; None without the options.
+        averages: the averages of the weights of the latest run; None without the options.
     """
 
     data_remedy = "use tf.data with num_parallel_calls, and prefetch(tf.data.AUTOTUNE) at its end"

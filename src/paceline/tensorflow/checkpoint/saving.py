@@ -55,14 +55,14 @@ class Saved:
 
 
 class SavedBeside(Protocol):
-    """Writes files of its own into a checkpoint."""
+    """Writes further files into a checkpoint."""
 
     def num_bytes(self) -> int:
-        """Returns about their size."""
+        """Returns the approximate size of the files in bytes."""
         ...
 
     def write(self, folder: Path) -> None:
-        """Writes them."""
+        """Writes the files."""
         ...
 
 
@@ -83,7 +83,7 @@ class Checkpointer:
         with_arguments: callbacks are restored with the arguments of their constructors.
         is_writer: this process writes the files; the others only take part in reading the variables.
         process_index: rank of this process.
-        averages: of the weights, which the model holds while it is saved; None without them.
+        averages: the averages of the weights, which the model holds while it is saved; None without them.
     """
 
     folder: Path

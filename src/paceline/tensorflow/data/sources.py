@@ -70,7 +70,7 @@ class Source:
         """Warns if a position in the data cannot be restored exactly."""
 
     def go_on_from(self, other: Source | None) -> None:
-        """Takes over how often another source, or None, has read the same data."""
+        """Adopts the number of times that another source, or None, has read the same data."""
 
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
         """Returns the ids of `count` samples of an epoch from position `first` on; positions if there are no ids."""
@@ -191,7 +191,7 @@ class TensorData(Source):
         return iter(dataset.skip(batches) if batches and self.batch_size is None else dataset)
 
     def go_on_from(self, other: Source | None) -> None:
-        """Takes over how often another source has read the same data, whose shuffle has advanced with it."""
+        """Adopts the number of times that another source has read the same data, whose shuffle has advanced with it."""
         if isinstance(other, TensorData):
             self.num_reads = other.num_reads
 

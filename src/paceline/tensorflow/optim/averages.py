@@ -36,8 +36,8 @@ class WeightAverages:
     """Keeps the average of a model's weights, and exchanges it with the weights to evaluate and to save.
 
     Args:
-        settings: kind of the average.
-        variables: of the model, those that are averaged.
+        settings: the kind and settings of the average.
+        variables: the variables of the model that are averaged.
 
     Attributes:
         num_updates: updates of the average so far.
@@ -68,7 +68,7 @@ class WeightAverages:
             average.assign_add(change * tf.cast(weight, average.dtype))
 
     def update(self) -> None:
-        """Adds the present weights to the average."""
+        """Adds the current weights to the average."""
         if not self._averages:
             self._begin()
         self._blend(tf.constant(self.settings.weight(self.num_updates), tf.float64))

@@ -93,7 +93,7 @@ def choose_optimizer(model: object, *, optim: object, max_grad_norm: float | Non
         named = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise UnsupportedOption(
             f"The model was compiled with optimizer={type(found).__name__}, which has its own settings, and the "
-            f"arguments ask for {named}: leave these out, or compile(optimizer=None) to have what they describe."
+            f"arguments request {named}: leave these out, or compile(optimizer=None) to have what they describe."
         )
     if max_grad_norm:
         logger.warning(
@@ -122,7 +122,7 @@ def described_schedule(
         options: as in `lr_scheduler_kwargs`.
         num_training_steps: optimizer steps of the run.
         warmup_steps: `(optimizer steps of a run) -> warmup steps`.
-        power: of the decay, if not 1.
+        power: exponent of the decay, if not 1.
     """
     if name in FOLLOWING:
         return following_schedule(name, learning_rate, options, has_warmup=warmup_steps(1000) > 0)

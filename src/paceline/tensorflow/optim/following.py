@@ -28,7 +28,7 @@ class FollowingSchedule:
     learning_rate: float
 
     def step(self, value: float, optimizer: object) -> None:
-        """Records one evaluation, and changes the optimizer's rate if it is time."""
+        """Records one evaluation, and changes the optimizer's rate if due."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PlateauSchedule(FollowingSchedule):
         self.num_bad = self.cooldown_left = 0
 
     def step(self, value: float, optimizer: Any) -> None:
-        """Records one evaluation, and changes the optimizer's rate if it is time."""
+        """Records one evaluation, and changes the optimizer's rate if due."""
         if beats(value, self.best, mode=self.mode, threshold=self.threshold, threshold_mode=self.threshold_mode):
             self.best, self.num_bad = value, 0
         else:
@@ -91,7 +91,7 @@ class PlateauSchedule(FollowingSchedule):
         if self.learning_rate - lower > self.eps:
             self.learning_rate = lower
             optimizer.learning_rate = lower
-            logger.info("The metric gets no better (best: %s): the learning rate is now %.4e.", self.best, lower)
+            logger.info("The metric does not improve (best: %s): the learning rate is now %.4e.", self.best, lower)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rate and the counters as plain values."""
@@ -108,7 +108,7 @@ class GreedySchedule(GreedyRule, FollowingSchedule):
 
     Args:
         learning_rate: the initial rate.
-        options: of `GreedyRule`, as in `lr_scheduler_kwargs`; `min_lr` and `max_lr` are numbers.
+        options: options of `GreedyRule`, as in `lr_scheduler_kwargs`; `min_lr` and `max_lr` are numbers.
 
     Raises:
         ValueError: a value is out of range.
@@ -130,7 +130,7 @@ class GreedySchedule(GreedyRule, FollowingSchedule):
         self.learning_rate = rate
 
     def step(self, value: float, optimizer: Any) -> None:
-        """Records one evaluation, and changes the optimizer's rate if it is time."""
+        """Records one evaluation, and changes the optimizer's rate if due."""
         before = self.learning_rate
         self.observe(value)
         if self.learning_rate != before:

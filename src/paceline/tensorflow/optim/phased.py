@@ -81,7 +81,7 @@ class PhasedSchedule(StepSchedule):
     """The schedule of the phase in progress.
 
     Args:
-        schedule: of the first phase of the run.
+        schedule: the schedule of the first phase of the run.
     """
 
     def __init__(self, schedule: StepSchedule) -> None:
@@ -118,10 +118,10 @@ class PhasedOptimizer:
         optimizer: a Keras 3 optimizer, which may be inside a LossScaleOptimizer.
         members: the variables.
         phases: the phases.
-        weight_decay: of phases without one of their own.
+        weight_decay: the weight decay of phases that set none.
 
     Raises:
-        UnsupportedOption: the optimizer does not go with the phases.
+        UnsupportedOption: the optimizer does not support the phases.
     """
 
     def __init__(
@@ -195,6 +195,6 @@ class PhasedOptimizer:
             self.optimizer.weight_decay = value
 
     def end(self) -> None:
-        """Gives the optimizer back its weight decay and its one count of steps."""
+        """Restores the optimizer's weight decay and its single count of steps."""
         self._set_decay(self.weight_decay)
         vars(self.optimizer).pop("update_step", None)

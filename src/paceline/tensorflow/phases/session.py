@@ -63,7 +63,7 @@ class PhasedSession(shared.PhasedSession[Run, TFTrainerMembers], session.Session
         self.start_phases(adapt_callbacks)
 
     def check_overrides(self) -> None:
-        """Refuses methods of a subclass that would do what a phase is to do.
+        """Refuses overridden methods of a subclass that would decide what a phase sets.
 
         Raises:
             UnsupportedOption: there is such a method; the message names it.
