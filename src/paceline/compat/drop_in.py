@@ -56,7 +56,7 @@ USAGE = "usage: python -m paceline.drop_in (script.py | -m module) [arguments of
 
 @dataclass
 class Replaced:
-    """The changes of `install`, for `uninstall`.
+    """The changes that `install` made, for `uninstall`.
 
     Attributes:
         pairs: name -> (the object of transformers, ours).

@@ -76,7 +76,7 @@ class HubNames(TrainerNames):
         )
 
     def _tell_card(self, is_complete: bool) -> None:
-        """Offers the text of the model card to the callbacks, before `on_train_end`; it is made if one asks for it.
+        """Offers the text of the model card to the callbacks, before `on_train_end`; it is made if one requests it.
 
         A callback that raises is named in a warning: the training has its result, and the card is not part of it.
 

@@ -24,7 +24,7 @@ SHOWN_BY_TRAINER = (
 )  # fmt: skip
 # module -> its former name
 MOVED_MODULES = {"deepspeed": "integrations.deepspeed"}
-# (module, name) -> its present (module, name)
+# (module, name) -> its current (module, name)
 MOVED_NAMES = {
     ("trainer", "is_deepspeed_zero3_enabled"): ("integrations.deepspeed", "is_deepspeed_zero3_enabled"),
     ("trainer", "hp_params"): ("integrations.integration_utils", "hp_params"),

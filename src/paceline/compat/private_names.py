@@ -356,7 +356,7 @@ class PrivateNames:
             runs.set_up(trial)
 
     def _meet_trial(self, trial: object) -> None:
-        """Reads the facts of a trial's model, which may be of another class than the last."""
+        """Reads the facts of a trial's model, which may be of another class than that of the trial before."""
         if trial is not None:
             cast("Trainer", self)._read_model()
 

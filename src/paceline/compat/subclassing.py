@@ -56,7 +56,7 @@ class ForSubclasses(PrivateNames):
     hp_space: Any = None
     compute_objective: Any = None
     _trial_runs: TrialRuns | None = None  # of the search in progress
-    _trial_name: str | None = None  # of the present trial
+    _trial_name: str | None = None  # of the current trial
     use_apex = use_cuda_amp = use_cpu_amp = False
     sharded_ddp: Any = None
     fsdp: Any = None

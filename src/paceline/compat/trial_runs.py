@@ -167,7 +167,7 @@ class TrialRuns:
     Attributes:
         folder: the output folder of the search.
         num_steps: optimizer steps of the trial that was run last.
-        name: of the trial that was started last, and of its folder.
+        name: the name of the trial that was started last, and of its folder.
     """
 
     def __init__(self, trainer: Trainer, num_objectives: int) -> None:
@@ -497,7 +497,7 @@ def is_folder_name(name: object) -> bool:
 def converted(value: Any, kind: object) -> Any:
     """Returns a number of a backend for an option of a type: whole numbers also come from continuous distributions.
 
-    The type is the declared one: that of the present value is int too where `weight_decay=0` was given.
+    The type is the declared one: that of the current value is int too where `weight_decay=0` was given.
     """
     plain = value.item() if is_number(value) and hasattr(value, "item") else value
     return int(plain) if kind in WHOLE and isinstance(plain, float) else plain
