@@ -1,4 +1,4 @@
-"""`paceline compare`: says what runs differ in, and the first step at which they do. Does not import torch."""
+"""`paceline compare`: shows what runs differ in, and the first step at which they do. Does not import torch."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def move_aside(folder: Path, say: Say) -> None:
 def train_job(
     trainer: Trainer | TFTrainer, job: Job, length: Mapping[str, Any], say: Say, resume: str | bool | None = None
 ) -> int:
-    """Trains the job from its present step to its end, and records that it is finished.
+    """Trains the job from its current step to its end, and records that it is finished.
 
     Args:
         trainer: the Trainer of the job.
@@ -301,7 +301,7 @@ def train_job(
 
 
 def is_finished(job: Job, length: Mapping[str, Any]) -> bool:
-    """True if the run has finished at the present length and its results exist."""
+    """True if the run has finished at the current length and its results exist."""
     return (
         job.finished is not None
         and all(job.finished.get(key) == value for key, value in length.items())

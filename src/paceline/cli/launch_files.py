@@ -35,7 +35,7 @@ class Service:
     """A service that runs jobs.
 
     Attributes:
-        suffix: of the file.
+        suffix: the suffix of the file.
         start: the command that submits the file; `{}` is its name.
         missing: what the user must still fill in or have.
         takes_image: True if the file names a container image.
@@ -260,7 +260,7 @@ def check(request: Request) -> None:
         raise UsageError(f"--image {request.image!r} is not the name of a container image")
     for word in [*request.words, str(request.path), os.getcwd()]:
         if not word.isprintable():
-            raise UsageError(f"{word!r} contains a line break or a control character, which no such file can hold")
+            raise UsageError(f"{word!r} contains a line break or a control character, which such a file cannot hold")
     masked = mask_command(request.words)
     if masked != request.words:
         raise UsageError(f"{shlex.join(masked)}: a secret has no place in a file; use the environment of the service")

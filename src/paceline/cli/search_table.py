@@ -32,7 +32,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 1.0  # between two looks at the study
+SECONDS = 1.0  # seconds between two reads of the study
 HEAD = ("trial", "state", "objective", "step", "time", "parameters")
 _WIDEST = {"parameters": 400}
 _LEAST_ROWS = 3
@@ -43,7 +43,7 @@ class TrialsDisplay:
 
     Args:
         folder: the output folder of the search.
-        seconds: between two looks.
+        seconds: the seconds between two reads of the study.
 
     Attributes:
         terminal: the output.
@@ -63,7 +63,7 @@ class TrialsDisplay:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to look. The study must exist."""
+        """Starts the thread. The study must exist."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="trials", daemon=True)
             self._thread.start()
@@ -122,7 +122,7 @@ class TrialsDisplay:
                     self._draw(trials)
                 elif not self.is_moving:
                     self._tell(trials)
-        except Exception as error:  # the search is worth more than its display
+        except Exception as error:  # a failing display must not end the search
             logger.info("The trials cannot be shown: %s", error)
 
     def _look(self) -> list[optuna.trial.FrozenTrial]:

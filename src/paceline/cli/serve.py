@@ -48,7 +48,7 @@ def read_options(words: Sequence[str]) -> tuple[Path, int]:
     charts = given.own.get("charts", "svg")
     if charts != "svg":
         raise UsageError(
-            f"--charts {charts}: served pages have charts in SVG, which stay zoomed while a run is going on; "
+            f"--charts {charts}: served pages have charts in SVG, which stay zoomed while a run trains; "
             f"paceline report RUN --charts {charts} writes a page with others"
         )
     if given.arguments:

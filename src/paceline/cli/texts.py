@@ -17,12 +17,12 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline demo                 train a small language model on real text, about two minutes
   paceline demo digits          classify handwritten digits (needs scikit-learn)
   paceline init TASK            write a commented file for `paceline train`
-  paceline plan CONFIG.yaml     say what a run will take: memory, disk, steps
+  paceline plan CONFIG.yaml     show what a run will take: memory, disk, steps
   paceline doctor CONFIG.yaml   look for usual mistakes in model, data and options
   paceline train CONFIG.yaml    train what a file describes
   paceline schema               print the JSON schema of these files, for editors
   paceline completion SHELL     print the script that completes commands and options in bash or zsh
-  paceline launch SCRIPT        run a script of yours on several processes, one for each GPU
+  paceline launch SCRIPT        run your script on several processes, one for each GPU
   paceline launch --on SERVICE CONFIG.yaml   write the file for a job on Slurm, Kubernetes or a cloud service
   paceline report RUN [RUN ...]  write a page with the curves and settings of a run, or compare several
   paceline compare RUN RUN      what runs differ in, and the first step at which they do
@@ -72,7 +72,7 @@ A configuration of `paceline train` with one more section (the extra `optuna`):
     n_parallel: 2                    # processes; each has its own CUDA device, if there are any
     sampler: {name: TPESampler, seed: 0}
     pruner: MedianPruner
-    halving: {min_steps: 100}        # successive halving: the best third goes on
+    halving: {min_steps: 100}        # successive halving: the best third continues
     timeout: 3600                    # seconds
 
 --json prints the trials as JSON in the end, and everything else to the error output. The same command continues a
@@ -121,7 +121,7 @@ PLAN = """\
 paceline plan CONFIG.yaml [--processes N] [--time] [--print-config] [--json] [--option value ...]
                           [--section.key value ...]
 
-Says what `paceline train` with the same words will take, before its first step: memory of an optimizer step, disk,
+States what `paceline train` with the same words will take, before its first step: memory of an optimizer step, disk,
 steps, samples and tokens, evaluations. The step is traced on tensors without data. Trains nothing, and writes nothing.
 
   --processes N   plan a run of N processes (data, shards, mesh) on this one: nothing is sent, no GPU is needed
@@ -198,7 +198,7 @@ paceline report RUN [RUN ...] [--output FILE] [--charts svg|bokeh]
 
 Writes report.html to the folder of a run: curves of every optimizer step, evaluations, options that differ from their
 defaults, checkpoints, environment. It is one file that needs no network. A run that ends writes it by itself; this
-command also does it for a run that is going on or was interrupted. Several runs are compared in one page.
+command also does it for a run that is in progress or was interrupted. Several runs are compared in one page.
 
   --output FILE  where to write it (default: report.html in the folder; comparison.html in
                  the first of several)
@@ -237,7 +237,7 @@ it prints a line whenever the run has made progress.
 
   --once           print one frame
   --json           print one record as JSON
-  --every SECONDS  how often to look (default 1)
+  --every SECONDS  seconds between two updates (default 1)
 
 Evaluations and the seconds of activities between two checkpoints are known of runs with report_to=["jsonl"]."""
 
