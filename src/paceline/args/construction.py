@@ -73,7 +73,7 @@ def replaced_object(cls: type, caller: FrameType) -> Any:
 def names_written(source: Any, given: dict[str, Any]) -> set[str]:
     """Returns the options that a `dataclasses.replace` of `source` sets explicitly.
 
-    These are the changed fields, and the present names of unchanged fields under older names. If a field under an older
+    These are the changed fields, and the current names of unchanged fields under older names. If a field under an older
     name is changed, the option that was derived from it is removed from `given`.
     """
     held = vars(source)

@@ -20,9 +20,9 @@ class Member:
 
     Attributes:
         learning_rate: the initial learning rate.
-        weight_decay: of the parameters that have weight decay.
-        seed: of the initialization, with `model_init`.
-        data_seed: of the order of the training data; None: all such members share their batches.
+        weight_decay: the weight decay of the parameters that have weight decay.
+        seed: the seed of the initialization, with `model_init`.
+        data_seed: the seed of the order of the training data; None: all such members share their batches.
         bootstrap: seed of a sample of the training data with replacement, as many as there are; None: all of them once.
         lr_scheduler_type: the schedule of the learning rate.
         lr_scheduler_kwargs: the options of this schedule.

@@ -25,7 +25,7 @@ class Renamed:
     """A renamed option.
 
     Attributes:
-        new: the present option.
+        new: the current option.
         convert: converts an old value to a new one; None if the old value has no effect.
         read: converts a new value to an old one, for code that reads the old attribute.
         defaults_then: values of the new option that counted as "not set" when the old name was in use.
@@ -200,7 +200,7 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
 
 
 def translate(given: dict[str, Any], known: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Returns the keyword arguments `given` under their present names.
+    """Returns the keyword arguments `given` under their current names.
 
     Args:
         given: keyword arguments as the caller wrote them.
@@ -255,7 +255,7 @@ def act_on_fields(
         if new_value is None:
             continue
         is_changed = value == known[name] and found[entry.new] != known[entry.new]
-        if not is_changed and (name in given or entry.new not in given):  # else the caller set the present option
+        if not is_changed and (name in given or entry.new not in given):  # else the caller set the current option
             found[entry.new] = settle(name, new_value, entry, found, known)
     return {name: value for name, value in found.items() if value is not values[name]}
 

@@ -90,7 +90,7 @@ class Until:
         """True if a value improves on the best so far by more than `least`.
 
         Args:
-            value: of the metric.
+            value: the value of the metric.
             best: so far; None: there is none.
             least: the change that counts.
             rises: larger values are better.
@@ -119,7 +119,7 @@ class Phase:
         learning_rate: a number, or a dict of patterns and numbers, of which the first match counts.
         layer_decay: multiplies the rate of each block by this factor for every block between it and the output.
         lr_scheduler_type, lr_scheduler_kwargs, warmup_steps: the schedule, over the length of the phase.
-        weight_decay: of the parameters that have one.
+        weight_decay: the weight decay of the parameters that have one.
         train_dataset: the training data of the phase.
         data_collator: makes its batches, for instance with augmentations.
         loss: `compute_loss_func` of the phase: `(outputs, labels, num_items_in_batch=None) -> loss`.

@@ -275,7 +275,7 @@ def resolve(
 
 
 def check_memory_retries(what: str, parallel: str | None, mesh: Mesh) -> None:
-    """Checks that all processes can give up a step in which one of them runs out of memory.
+    """Checks that all processes can abandon a step in which one of them runs out of memory.
 
     Args:
         what: the option or method that needs it, for the message.

@@ -75,7 +75,7 @@ STRATEGIES = {
     "mesh": StrategyEntry("paceline.pytorch.distributed.mesh:MeshParallel", "in a mesh"),
     "deepspeed": StrategyEntry(
         "paceline.pytorch.distributed.deepspeed:DeepSpeed",
-        "each with the parts that ZeRO gives it (deepspeed)",
+        "each with its ZeRO partitions (deepspeed)",
     ),
 }
 

@@ -478,7 +478,7 @@ class AverageSection:
     )
     swa_lr: float | None = option(None, "Learning rate from swa_start on. Unset: that of the schedule.")
     swa_anneal_steps: int = option(
-        0, "Optimizer steps in which the learning rate moves from the schedule to swa_lr, in a line. 0: at once."
+        0, "Optimizer steps in which the learning rate moves linearly from the schedule to swa_lr. 0: at once."
     )
     average_steps: int | None = option(
         None,
@@ -507,7 +507,7 @@ class DistillationSection:
     )
     distillation_top_k: int | None = option(
         None,
-        "Classes of the teacher that the soft loss distinguishes, the likeliest ones; all others count as one class. "
+        "Number of the teacher's most likely classes that the soft loss distinguishes; all others count as one class. "
         "Unset: all classes.",
     )
     distillation_layers: dict[str, str] | str | None = option(
@@ -540,9 +540,9 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     linear_cross_entropy: HeadOption = option(
         "auto",
-        "Compute the cross-entropy of a linear head by chunks of tokens, without the logits of a whole batch: 'auto' "
-        "where that was seen to be the model's own loss, the logits are large and nothing else reads them; True or the "
-        "name of the head among the model's modules, for any size, and an error where it is not possible; False: "
+        "Compute the cross-entropy of a linear head in chunks of tokens, without the logits of a whole batch: 'auto' "
+        "where that was verified to be the model's own loss, the logits are large and nothing else reads them; True or "
+        "the name of the head among the model's modules, for any size, and an error where it is not possible; False: "
         "never.",
         is_switch=True,
     )
@@ -611,7 +611,7 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     fp8: bool = option(
         False,
-        "Compute linear layers in 8-bit floating point with torchao, on GPUs that have it (NVIDIA from compute "
+        "Compute linear layers in 8-bit floating point with torchao, on GPUs that support it (NVIDIA from compute "
         "capability 8.9 on, AMD MI300). Needs bf16=True.",
     )
     eval_spill_gb: float = option(
@@ -697,8 +697,8 @@ class PacelineSection(AverageSection, DistillationSection):
     gradient_noise_scale: bool = option(
         False,
         "Estimate the gradient noise scale, in samples, from the gradients of the first micro-batch and of the whole "
-        "optimizer step, and add it to the rows that callbacks and trackers get. About the batch size up to which "
-        "larger batches pay. Needs gradient_accumulation_steps of 2 or more.",
+        "optimizer step, and add it to the rows that callbacks and trackers get. It is about the batch size up to "
+        "which larger batches pay off. Needs gradient_accumulation_steps of 2 or more.",
     )
     regularizers: list[Any] | str | None = option(
         None,
@@ -736,7 +736,7 @@ class PacelineSection(AverageSection, DistillationSection):
     packing: str | None = option(
         None,
         "Train without padding: 'pack' puts whole samples into rows of packing_length tokens, 'flatten' into one row, "
-        "'group' makes batches of similar length. Samples in a row do not see each other. Unset: padded batches.",
+        "'group' makes batches of similar length. Samples in a row do not attend to each other. Unset: padded batches.",
         PACKINGS,
     )
     packing_length: int | None = option(
@@ -752,13 +752,13 @@ class PacelineSection(AverageSection, DistillationSection):
     batch_size_warmup: dict[str, Any] | str | list[Any] | None = option(
         None,
         "Begin with a smaller global batch size, by fewer micro-batches per optimizer step: {'start': samples, "
-        "'steps': optimizer steps} for a line up to the full size, or a list of [step, samples] that ends at it. "
+        "'steps': optimizer steps} for a linear rise to the full size, or a list of [step, samples] that ends at it. "
         "Sizes are over all processes, in whole micro-batches. Unset: gradient_accumulation_steps micro-batches.",
     )
     sequence_length_warmup: dict[str, Any] | str | list[Any] | None = option(
         None,
         "Begin with shorter sequences: training samples are cut to {'start': tokens, 'end': tokens, 'steps': optimizer "
-        "steps}, a line in multiples of 8 tokens ('multiple'), and whole after that; or to a list of [step, tokens], "
+        "steps}, linearly in multiples of 8 tokens ('multiple'), and whole after that; or to a list of [step, tokens], "
         "where None means whole. Unset: whole samples.",
     )
     phases: list[Any] | str | None = option(
