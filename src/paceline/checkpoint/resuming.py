@@ -133,7 +133,7 @@ def begin_state(
         checkpoint: the checkpoint that the run resumes from, or None.
         is_local_process_zero: True if this process has local rank 0.
         is_world_process_zero: True if this process has rank 0.
-        is_trial: True if the run is a trial of a hyper-parameter search.
+        is_trial: True if the run is a trial of a hyperparameter search.
         trial_name: the trial's name.
         trial_params: a mapping with the trial's hyperparameters; anything else means that they are unknown.
     """

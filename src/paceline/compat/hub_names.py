@@ -150,7 +150,7 @@ class HubNames(TrainerNames):
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Writes `README.md` into the output folder: data, hyper-parameters, results and versions of the run.
+        """Writes `README.md` into the output folder: data, hyperparameters, results and versions of the run.
 
         Args:
             language, license, tags: hub metadata.

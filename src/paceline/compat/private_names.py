@@ -347,7 +347,7 @@ class PrivateNames:
         """Saves the model."""
         cast("Trainer", self).save_model(output_dir, _internal_call=True)
 
-    # ---- hyper-parameter search
+    # ---- hyperparameter search
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial. Does nothing outside of `hyperparameter_search`."""

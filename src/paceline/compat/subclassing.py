@@ -42,7 +42,7 @@ class ForSubclasses(PrivateNames):
 
     Attributes:
         ensemble_host: see `paceline.predictions.ensemble.HasHost`.
-        hp_name, hp_search_backend, hp_space, compute_objective: settings of a hyper-parameter search.
+        hp_name, hp_search_backend, hp_space, compute_objective: settings of a hyperparameter search.
         use_apex, use_cuda_amp, use_cpu_amp: unused precision flags of version 4.
         sharded_ddp, fsdp, is_fsdp_xla_v1_enabled: unused sharding flags of version 4.
         neftune_hook_handle: always None; the noise is removed with the other changes to the model.
@@ -139,7 +139,7 @@ class ForSubclasses(PrivateNames):
 
     @property
     def _trial(self) -> Any:
-        """Returns the run's trial of a hyper-parameter search, or None."""
+        """Returns the run's trial of a hyperparameter search, or None."""
         return self.run.trial if self.run is not None else None
 
     @property

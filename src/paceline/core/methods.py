@@ -1,4 +1,4 @@
-"""Inspects methods: tells the package's own from overrides by user code, and lists the strings in their code."""
+"""Inspects methods: distinguishes the package's own from overrides by users, and lists the strings in their code."""
 
 from __future__ import annotations
 

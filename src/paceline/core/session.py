@@ -176,7 +176,7 @@ class Run:
         mark: identifies the checkpoints of this run.
         folder: output folder of the run.
         lock: the lock of the output folder; None if another process of the run holds it, or locks are unsupported.
-        trial: the trial of a hyper-parameter search, or None.
+        trial: the trial of a hyperparameter search, or None.
         ignore_keys: output keys that evaluation leaves out.
         first_step: `global_step` at the start, more than 0 after a resume.
         first_tokens: input tokens seen before `first_step`.
@@ -299,7 +299,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         Args:
             folder: output folder of the run.
             resume: a checkpoint, True for the newest, or False or None, whose meaning the framework defines.
-            trial: the trial of a hyper-parameter search, or None.
+            trial: the trial of a hyperparameter search, or None.
             ignore_keys: output keys that evaluation leaves out.
 
         Raises:

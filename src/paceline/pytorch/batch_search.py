@@ -266,7 +266,7 @@ def search(
 
 
 def is_agreed(error: BaseException, world: World) -> bool:
-    """Returns True for an out-of-memory that was reported to all processes. Raises any other error, which ends them."""
+    """Returns True if all processes know of the out-of-memory; else the caller raises it, which ends the others."""
     return not world.is_distributed or isinstance(error.__cause__, DistributedOutOfMemory)
 
 

@@ -436,12 +436,12 @@ class Trainer(HubNames, ForSubclasses):
         *,
         model_path: str | None = None,
     ) -> TrainOutput:
-        """Trains as the arguments say.
+        """Trains as configured by the arguments.
 
         Args:
             resume_from_checkpoint: a checkpoint folder; True for the newest valid one in `output_dir`; "auto" for that
                 one if there is one; False to start over; None for the option of this name, which starts over if unset.
-            trial: the trial of a hyper-parameter search.
+            trial: the trial of a hyperparameter search.
             ignore_keys_for_eval: keys of the model's output that evaluation drops.
             model_path: the older name of `resume_from_checkpoint`.
 

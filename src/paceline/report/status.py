@@ -228,7 +228,7 @@ def _warnings(run: RunData, end: Mapping[str, Any], state: str, passed: float | 
     if isinstance(end.get("error"), str) and state != RUNNING:
         found.append(str(end["error"]))
     if passed is not None and passed > max(_LEAST_QUIET, _QUIET * (usual or 0.0)):
-        found.append(f"its files have told of no step for {passed / 60:.0f} minutes")
+        found.append(f"its files have recorded no step for {passed / 60:.0f} minutes")
     losses = run.updates["loss"][run.updates["is_counted"] != 0]
     num_infinite = int((~np.isfinite(losses)).sum())
     if num_infinite:

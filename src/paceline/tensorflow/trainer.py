@@ -451,7 +451,7 @@ class TFTrainer(HubNames):
             dataset: yields the batches.
             steps, num_examples: numbers of batches and samples, for the log; -1 if unknown.
             description: for the log; "Prediction" allows missing labels.
-            prediction_loss_only: keep only the loss; None: as the arguments say.
+            prediction_loss_only: keep only the loss; None: the option of this name decides.
             metric_key_prefix: prefix of the metric names.
         """
         logger.info("%s: %s batches, %s samples", description, *(n if n >= 0 else "?" for n in (steps, num_examples)))

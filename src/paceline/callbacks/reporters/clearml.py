@@ -24,7 +24,7 @@ SECTION = "Transformers"  # of the settings in ClearML's user interface
 
 
 class ClearMLCallback(ServiceReporter):
-    """Reports scalars under the titles `train`, `eval` and `test` by step, and the settings as hyper-parameters.
+    """Reports scalars under the titles `train`, `eval` and `test` by step, and the settings as hyperparameters.
 
     Metrics of the whole run are single values. A task of the script is used, and left open.
 

@@ -40,7 +40,7 @@ class ServiceReporter(CardReporter):
 
     The life cycle: an active run of the user is used and left open; otherwise `open_run` starts one, or continues that
     of the checkpoint if project and `run_name` are the same. An evaluation before the training opens the run of the
-    training; one after it continues that run. Each trial of a hyper-parameter search has its own run.
+    training; one after it continues that run. Each trial of a hyperparameter search has its own run.
 
     A subclass implements `open_run`, `id_of`, `log_settings`, `log_row` and `close_run`, and where the service has them
     `active_run`, `log_tags`, `log_media`, `log_card`, `upload` and `upload_at_end`. All of them may raise: the run
@@ -355,7 +355,7 @@ def require_installed(modules: tuple[str, ...], extra: str) -> None:
 
 
 def name_of(args: TrainingArguments, state: TrainerState) -> str | None:
-    """Returns the name of a run: that of the trial in a hyper-parameter search, else `run_name`."""
+    """Returns the name of a run: that of the trial in a hyperparameter search, else `run_name`."""
     if state.is_hyper_param_search and state.trial_name is not None:
         return state.trial_name
     return run_name_of(args)

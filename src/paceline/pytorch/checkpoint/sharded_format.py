@@ -50,7 +50,7 @@ def check_sharded(strategy: SingleDevice, model: nn.Module, save_on_each_node: b
     if strategy.is_spmd:
         raise UnsupportedOption(
             "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) is not supported on this device, where "
-            "processes cannot tell what they hold: leave it out."
+            "processes do not expose their shards: leave it out."
         )
     if has_adapters(strategy.unwrap(model)):
         raise UnsupportedOption(

@@ -56,7 +56,7 @@ class StreamPart(IterableDataset[Any]):
         set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()  # reading its fields tells the loader not to shard again
+        info = get_worker_info()  # reading its fields keeps the loader from sharding again
         worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
         reader, num_readers = worker * self.size + self.rank, num_workers * self.size
         told: Any = torch_worker.WorkerInfo(id=reader, num_workers=num_readers, seed=0, dataset=self.dataset)

@@ -55,7 +55,7 @@ class DeepSpeed(SingleDevice):
             )
         if args.nonfinite_policy in ("skip", "rollback"):
             raise UnsupportedOption(
-                f"nonfinite_policy={args.nonfinite_policy!r} is not supported with deepspeed, which tells the norm of "
+                f"nonfinite_policy={args.nonfinite_policy!r} is not supported with deepspeed, which gives the norm of "
                 "the gradients after the step: use 'warn' or 'raise'."
             )
         mesh = Mesh(dp_replicate=world.world_size)  # every process reads different samples

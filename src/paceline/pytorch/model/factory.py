@@ -10,7 +10,7 @@ from torch import nn
 
 
 def make_model(model_init: Callable[..., Any], trial: object = None) -> nn.Module:
-    """Returns the model from `model_init`, which takes no argument or the trial of a hyper-parameter search.
+    """Returns the model from `model_init`, which takes no argument or the trial of a hyperparameter search.
 
     Raises:
         RuntimeError: `model_init` requires several arguments, or returned None.

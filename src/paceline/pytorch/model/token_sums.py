@@ -68,7 +68,7 @@ class TokenSums:
     def add_softmax(
         self, kept: Tensor, correct: Tensor, picked: Tensor, maximum: Tensor, sums: Tensor, powers: Tensor
     ) -> None:
-        """Adds rows whose softmax is at hand.
+        """Adds rows whose softmax is computed already.
 
         Args:
             kept: flags of the targets that count, `(N,)`.
