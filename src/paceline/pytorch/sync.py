@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,6 +172,36 @@ class LocalSync:
         return None
 
 
+class Tally(NamedTuple):
+    """Numbers of the next accumulation window, which are summed over all processes.
+
+    Of ranks that read the same data, one adds `weight`, `items` and `samples`. The other fields count processes.
+
+    Attributes:
+        weight: weight of the micro-batches in the loss.
+        items: `num_items_in_batch`.
+        num_counting: those that have an `items`.
+        samples: samples in the micro-batches.
+        num_due: those that are to probe the loss.
+        num_stopping: those that received a signal to stop.
+        num_interrupted: those that received SIGINT.
+        num_lacking: those without a batch for dummy passes.
+        num_requests: pending changes of settings.
+        num_with_target: those whose micro-batches have a target.
+    """
+
+    weight: float
+    items: int
+    num_counting: int
+    samples: int
+    num_due: int
+    num_stopping: int
+    num_interrupted: int
+    num_lacking: int
+    num_requests: int
+    num_with_target: int
+
+
 class ProcessSync:
     """Sync of one of several processes that share each accumulation window.
 
@@ -259,49 +289,50 @@ class ProcessSync:
         own_weight = sum(item.weight for item in counts)
         measured = self.measure(batches) if self.measure is not None and batches else Counted()
         noted = self.signals.noted
-        values = [
-            own_weight * self._is_leader,
-            int(num_items) * self._is_leader if num_items is not None else 0,
-            int(num_items is not None),
-            num_samples * self._is_leader,
-            int(bool(counts) and self.normalizer.is_due(counts, by_row=True)),
-            int(noted is not None),
-            int(noted == signal.SIGINT),
-            int(own_weight == 0 and self._spare is None),
-            len(self.requests.pending),
-            *(int(number) * self._is_leader for number in measured),
-            int(bool(counts) and self.normalizer.has_target(counts)),
-            *(int(len(batches) > slot) for slot in range(self.accumulation)),
-        ]
+        own = Tally(
+            weight=own_weight * self._is_leader,
+            items=int(num_items) * self._is_leader if num_items is not None else 0,
+            num_counting=int(num_items is not None),
+            samples=num_samples * self._is_leader,
+            num_due=int(bool(counts) and self.normalizer.is_due(counts, by_row=True)),
+            num_stopping=int(noted is not None),
+            num_interrupted=int(noted == signal.SIGINT),
+            num_lacking=int(own_weight == 0 and self._spare is None),
+            num_requests=len(self.requests.pending),
+            num_with_target=int(bool(counts) and self.normalizer.has_target(counts)),
+        )
+        counted = [int(number) * self._is_leader for number in measured]
+        slots = [int(len(batches) > slot) for slot in range(self.accumulation)]
         with self._waiting("waiting for the others before an update", DATA):
-            weight, *numbers = sum_floats(self.world, values)  # exact for integers below 2**53
-        items, num_counting, samples, informative, asked, interrupted, lacking, requested, *rest = map(int, numbers)
-        self.counted = Counted(*rest[: len(measured)])
-        targets, *slots = rest[len(measured) :]
-        if asked:
-            self.signals.agree(bool(interrupted))
-        if requested:
+            sums = sum_floats(self.world, [*own, *counted, *slots])  # exact for integers below 2**53
+        total = Tally(sums[0], *map(int, sums[1 : len(own)]))
+        rest = [int(number) for number in sums[len(own) :]]
+        self.counted, slots = Counted(*rest[: len(counted)]), rest[len(counted) :]
+        if total.num_stopping:
+            self.signals.agree(bool(total.num_interrupted))
+        if total.num_requests:
             self.requests.agree(gather_objects(self.world, self.requests.pending))
-        self.weight = weight if self.normalizer.reduction.unit in OF_TARGETS or targets else 0.0
-        self.is_informative = informative > 0
-        self._weigh(weight, own_weight)
+        is_weighed = self.normalizer.reduction.unit in OF_TARGETS or total.num_with_target
+        self.weight = total.weight if is_weighed else 0.0
+        self.is_informative = total.num_due > 0
+        self._weigh(total.weight, own_weight)
         num_batches = sum(slot > 0 for slot in slots)
         if num_batches == 0:
             return ([], None), 0, 0
         self.num_batches = num_batches
         if own_weight > 0:
             self._spare = copy.copy(next(b for b, item in zip(batches, counts, strict=True) if item.weight > 0))
-        if lacking and self.weight > 0:
+        if total.num_lacking and self.weight > 0:
             self._spare = self._find_spare(own_weight)
-        if self.averages and num_counting:
-            num_items = torch.tensor(items)
+        if self.averages and total.num_counting:
+            num_items = torch.tensor(total.items)
         self.is_idle = not batches
         if self.is_idle:
             batches = [self.dummy_batch()]
-            if num_counting and num_items is None:
+            if total.num_counting and num_items is None:
                 num_items = self.normalizer.num_items(batches)
         self.watchdog.enter("making an update")
-        return (batches, num_items), samples, num_batches
+        return (batches, num_items), total.samples, num_batches
 
     def draw(self, collect: Callable[..., AccumulationWindow], *arguments: Any) -> AccumulationWindow:
         """Draws a window with `collect`, and reports the stage to the watchdog."""
