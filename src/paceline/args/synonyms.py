@@ -27,6 +27,7 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = {
     "clip_grad_norm": "max_grad_norm",
     "compile": "torch_compile",
     "cpu": "use_cpu",
+    "device": "use_cpu",  # a GPU is used if there is one
     "epoch": "num_train_epochs",
     "epochs": "num_train_epochs",
     "eps": "adam_epsilon",

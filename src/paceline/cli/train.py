@@ -109,7 +109,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         report(trainer, job_predictions.AUGMENTED, metrics)
     if "do_predict" in stages:
         predict(job_predictions.make_predictions(predictions, config, trainer, splits), calibrator, trainer, say)
-    show_places(folder, args, say)
+    show_places(folder, args, say, is_trained="do_train" in stages)
     return 0
 
 
@@ -120,9 +120,10 @@ def note_settings(job: Job, config: JobConfig, args: TrainingArguments) -> None:
     job.settings["given"] = {"path": str(config.path), "sections": config.sections, "arguments": given}
 
 
-def show_places(folder: Path, args: TrainingArguments, say: Say) -> None:
+def show_places(folder: Path, args: TrainingArguments, say: Say, is_trained: bool) -> None:
     """Reports where the results are."""
-    say(f"\nModel, metrics, log and run.json are saved to {folder}/")
+    saved = "Model, metrics, log and run.json are" if is_trained else "The results are"
+    say(f"\n{saved} saved to {folder}/")
     if (folder / REPORT_FILE).is_file():
         say(f"The curves: {folder / REPORT_FILE} (opens in a browser)")
     if args.output_store is not None:
