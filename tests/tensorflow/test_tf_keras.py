@@ -330,7 +330,7 @@ def test_a_compiled_optimizer_is_used(tmp_path: Path, caplog: pytest.LogCaptureF
     assert np.allclose(weights(ours), weights(theirs), atol=1e-6)
     make_trainer(tmp_path, compiled(), (X, Y), **{**OWN, "max_grad_norm": 1.0}).train()
     assert "SGD. Its gradients are clipped to a norm of 1.0, as fit does not: max_grad_norm=0" in say(caplog)
-    with pytest.raises(UnsupportedOption, match=r"optimizer=SGD.* ask for learning_rate=0\.05: .*optimizer=None"):
+    with pytest.raises(UnsupportedOption, match=r"optimizer=SGD.* request learning_rate=0\.05: .*optimizer=None"):
         make_trainer(tmp_path, compiled(), (X, Y)).train()
     model = dense()
     model.compile(loss="mse")
