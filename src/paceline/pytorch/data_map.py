@@ -247,7 +247,7 @@ class DataMapRecorder:
     def recording(self, engine: Engine, handler: CallbackHandler) -> Iterator[None]:
         """Records the passes of an engine while entered; merges the rows of the processes at the end of each epoch."""
         self._engine = engine
-        engine.sync.probe_alone()  # for the targets that do not count
+        engine.sync.probe_single_batches()  # for the targets that do not count
         listener = EpochEnds(self)
         handler.callbacks.insert(0, listener)
         try:

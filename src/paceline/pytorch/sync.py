@@ -60,12 +60,12 @@ class LocalSync:
         self.normalizer = normalizer
         self.total = 0.0
         self.is_look_due = False
-        self._probes_alone = False
+        self._probes_single_batches = False
         self._counts: Sequence[Counts] = ()
 
-    def probe_alone(self) -> None:
+    def probe_single_batches(self) -> None:
         """Probes the loss in windows of one micro-batch too, for a part of the run that weighs single samples."""
-        self._probes_alone = True
+        self._probes_single_batches = True
 
     # ---- one window
 
@@ -84,9 +84,9 @@ class LocalSync:
         """
         normalizer, self._counts = self.normalizer, counts
         self.total = total = counts[0].weight
-        if len(counts) > 1 or self._probes_alone:
+        if len(counts) > 1 or self._probes_single_batches:
             self.total = total = sum([item.weight for item in counts])
-            self.is_look_due = total > 0 and normalizer.is_due(counts, by_row=self._probes_alone)
+            self.is_look_due = total > 0 and normalizer.is_due(counts, by_row=self._probes_single_batches)
             normalizer.num_updates += 1
         if not total or (normalizer.reduction.unit not in OF_TARGETS and not normalizer.has_target(counts)):
             return []
@@ -175,19 +175,19 @@ class LocalSync:
 class Tally(NamedTuple):
     """Numbers of the next accumulation window, which are summed over all processes.
 
-    Of ranks that read the same data, one adds `weight`, `items` and `samples`. The other fields count processes.
+    Of ranks that read the same data, one adds `weight`, `items` and `samples`.
 
     Attributes:
         weight: weight of the micro-batches in the loss.
         items: `num_items_in_batch`.
-        num_counting: those that have an `items`.
+        num_counting: processes that have an `items`.
         samples: samples in the micro-batches.
-        num_due: those that are to probe the loss.
-        num_stopping: those that received a signal to stop.
-        num_interrupted: those that received SIGINT.
-        num_lacking: those without a batch for dummy passes.
-        num_requests: pending changes of settings.
-        num_with_target: those whose micro-batches have a target.
+        num_due: processes that are due to probe the loss.
+        num_stopping: processes that received a signal to stop.
+        num_interrupted: processes that received SIGINT.
+        num_lacking: processes without a batch for dummy passes.
+        num_requests: pending requests to change settings.
+        num_with_target: processes whose micro-batches have a target.
     """
 
     weight: float
@@ -270,7 +270,7 @@ class ProcessSync:
         """Sets the maximum number of micro-batches in the windows to come."""
         self.accumulation = accumulation
 
-    def probe_alone(self) -> None:
+    def probe_single_batches(self) -> None:
         """Does nothing: windows of one micro-batch of each process are probed in any case."""
 
     def synchronize(self, window: AccumulationWindow, num_samples: int) -> tuple[AccumulationWindow, int, int]:

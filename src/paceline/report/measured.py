@@ -141,8 +141,9 @@ def _seconds(row: Row, key: str) -> float:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and -_MOST_SECONDS < value < _MOST_SECONDS  # type: ignore[operator]  # isfinite overflows
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_MOST_SECONDS < value < _MOST_SECONDS  # math.isfinite overflows for large integers
 
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:

@@ -343,7 +343,8 @@ class IndexedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch."""
-        size = len(self.dataset) if self._num_samples is not None else None  # type: ignore[arg-type]
+        dataset: Any = self.dataset
+        size = len(dataset) if self._num_samples is not None else None
         if size != self._num_samples:
             logger.warning(
                 "The training data had %d samples when its loader was made and has %d now: the order of the samples is "

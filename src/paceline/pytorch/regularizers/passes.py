@@ -172,7 +172,7 @@ class Passes:
         engine.after_read.extend(each.after_read for each in self.passes.values() if overrides(each, "after_read"))
         engine.wrap(partial(self._loss_of, losses, engine), partial(self._window_of, losses, windows))
         if any(each.weighs_samples for each in self.passes.values()):
-            engine.sync.probe_alone()
+            engine.sync.probe_single_batches()
 
     def _loss_of(
         self, passes: Sequence[RegularizerPass], engine: Engine, compute_loss: Callable[..., Tensor]
