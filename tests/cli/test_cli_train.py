@@ -88,6 +88,8 @@ def test_evaluating_alone_uses_the_weights_of_the_run(config: Path, capsys: pyte
     assert main(["train", str(config), "--do_eval"]) == 0
     output = capsys.readouterr().out
     assert f"Weights from {config.parent / 'run'}" in output
+    assert "The results are saved to" in output  # and no model
+    assert "Model, metrics" not in output
     assert "train metrics" not in output
     assert results(config.parent / "run")["eval_loss"] == pytest.approx(before)
 
