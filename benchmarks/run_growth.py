@@ -264,7 +264,7 @@ def main() -> None:
             "rows": rows,
             "measured": measured,
             "targets": [
-                target("memory that a logged step adds, of transformers'", of_theirs("bytes_per_logged_step"), 1.0, "x"),
+                target("memory of a logged step, of transformers'", of_theirs("bytes_per_logged_step"), 1.0, "x"),
                 target("CPU time of the state at a save, of transformers'", of_theirs("state_ms_per_save"), 1.0, "x"),
                 target("memory of an order by length, of transformers'", of_theirs("grouping_mb"), 1.0, "x"),
                 target(
