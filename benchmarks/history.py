@@ -13,11 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _LOOP = ("core/loop.py", "core/events.py", "core/state.py", "core/schedules.py")
 _STEP = (*_LOOP, "pytorch/*.py", "pytorch/data", ":!pytorch/data/coll*", "pytorch/model", "pytorch/optim")
-_STEP += (":!pytorch/seq2seq.py", ":!pytorch/replay.py", ":!pytorch/model_card.py")
+_STEP += (":!pytorch/seq2seq.py", ":!pytorch/replay", ":!pytorch/model_card.py")
 _STEP += (":!pytorch/data/generators.py",)  # of workers, and of replayed epochs
 _STEP += ("pytorch/distributed/precision.py", "pytorch/distributed/strategy.py", "pytorch/distributed/window.py")
 _TF_STEP = ("tensorflow", *_LOOP)
-_SAVE = ("checkpoint", "pytorch/checkpoint", "pytorch/rollback.py")
+_SAVE = ("checkpoint", "pytorch/checkpoint")
 
 # benchmark -> the code in src/paceline that its numbers depend on, beside the benchmark itself; patterns of git
 COVERS: dict[str, tuple[str, ...]] = {
@@ -34,11 +34,11 @@ COVERS: dict[str, tuple[str, ...]] = {
     "collation": ("pytorch/data/coll*", "pytorch/data/padding.py"),
     "data_loading": ("pytorch/data", "pytorch/loaders.py", "core/lengths.py"),
     "ledger": (*_STEP, "core/ledger.py"),
-    "large_vocabulary": ("pytorch/model", "pytorch/loss_probe.py", "pytorch/loss_audit.py", "pytorch/engine.py"),
+    "large_vocabulary": ("pytorch/model", "pytorch/probes", "pytorch/engine.py"),
     "ragged_text": (*_STEP, "pytorch/data/packing.py"),
     "memory_options": _STEP,
-    "compile_ragged": ("pytorch/model", "pytorch/engine.py", "pytorch/loss_probe.py"),
-    "members": (*_STEP, "pytorch/stacked"),
+    "compile_ragged": ("pytorch/model", "pytorch/engine.py", "pytorch/probes"),
+    "members": (*_STEP, "pytorch/members"),
     "shared_overhead": (*_STEP, "pytorch/distributed"),
     "tf_step": _TF_STEP,
     "tf_step_small": _TF_STEP,

@@ -40,7 +40,7 @@ def throw_notes_away() -> None:
             self.note = bool  # type: ignore[assignment]
             self.now = itertools.repeat(0.0).__next__
 
-    from paceline.pytorch import device_clock
+    from paceline.pytorch.distributed import device_clock
 
     device_clock.Ledger = Nothing  # type: ignore[misc]
 

@@ -58,7 +58,7 @@ GROUPS = {
     "engine": ("pytorch/engine.py", "pytorch/sync.py", "pytorch/distributed/window.py"),
     "loss rule": (
         *("pytorch/model/loss.py", "pytorch/model/reductions.py"),
-        *("pytorch/loss_probe.py", "pytorch/loss_audit.py"),
+        *("pytorch/probes/loss.py", "pytorch/probes/audit.py"),
     ),
     "feed and sampling": (
         *("pytorch/data/feed.py", "pytorch/data/sampling.py", "pytorch/data/data_shard.py"),

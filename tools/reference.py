@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 OPTIONS = ROOT / "docs" / "options.md"
 TRAINING = (
-    *("paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.pytorch.members_trainer"),
-    "paceline.pytorch.replay",
+    *("paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.pytorch.members.trainer"),
+    "paceline.pytorch.replay.step",
 )
 # title, file, what its modules begin with; a name goes to the first that fits
 GROUPS = (

@@ -116,7 +116,7 @@ if TYPE_CHECKING:
     )
     from paceline.pytorch.distributed.simulated import simulated_processes as simulated_processes
     from paceline.predictions.ensemble import ensemble_predict as ensemble_predict
-    from paceline.pytorch.members_trainer import MembersTrainer as MembersTrainer
+    from paceline.pytorch.members.trainer import MembersTrainer as MembersTrainer
     from paceline.predictions.augmentation import TestTimeAugmentation as TestTimeAugmentation
     from paceline.pytorch.evaluation.harness import EvaluationHarness as EvaluationHarness
     from paceline.pytorch.evaluation.samples import EvaluationSamples as EvaluationSamples
@@ -142,9 +142,9 @@ if TYPE_CHECKING:
         get_scheduler as get_scheduler,
         get_wsd_schedule as get_wsd_schedule,
     )
-    from paceline.pytorch.pruning import Pruning as Pruning
-    from paceline.pytorch.replay import replay as replay
-    from paceline.pytorch.snapshots import SnapshotEnsemble as SnapshotEnsemble
+    from paceline.pytorch.pruning.callback import Pruning as Pruning
+    from paceline.pytorch.replay.step import replay as replay
+    from paceline.pytorch.ensembles.snapshots import SnapshotEnsemble as SnapshotEnsemble
     from paceline.pytorch.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from paceline.pytorch.trainer import Trainer as Trainer
     from paceline.search.spaces import (
@@ -224,7 +224,7 @@ _HOMES = {
     "LengthGroupedSampler": "paceline.pytorch.data.samplers",
     "MLflowCallback": "paceline.callbacks.reporters.mlflow",
     "Member": "paceline.args.members",
-    "MembersTrainer": "paceline.pytorch.members_trainer",
+    "MembersTrainer": "paceline.pytorch.members.trainer",
     "MixedDataset": "paceline.pytorch.data.mixing",
     "MixedStream": "paceline.pytorch.data.mixing",
     "Mixup": "paceline.args.regularizers",
@@ -237,7 +237,7 @@ _HOMES = {
     "PrinterCallback": "paceline.callbacks.printer",
     "ProgressCallback": "paceline.callbacks.progress",
     "Phase": "paceline.args.phases",
-    "Pruning": "paceline.pytorch.pruning",
+    "Pruning": "paceline.pytorch.pruning.callback",
     "PushToHubCallback": "paceline.tensorflow.keras_callbacks",
     "Regularizer": "paceline.args.regularizers",
     "ReportCallback": "paceline.callbacks.report",
@@ -248,7 +248,7 @@ _HOMES = {
     "Seq2SeqTrainingArguments": "paceline.args.seq2seq",
     "ShardSampler": "paceline.pytorch.data.samplers",
     "ShuffleBuffer": "paceline.pytorch.data.shuffle",
-    "SnapshotEnsemble": "paceline.pytorch.snapshots",
+    "SnapshotEnsemble": "paceline.pytorch.ensembles.snapshots",
     "StreamingMetric": "paceline.core.contracts",
     "SwanLabCallback": "paceline.callbacks.reporters.swanlab",
     "TFTrainer": "paceline.tensorflow.trainer",
@@ -291,7 +291,7 @@ _HOMES = {
     "get_reduce_on_plateau_schedule": "paceline.pytorch.optim.schedulers",
     "get_scheduler": "paceline.pytorch.optim.schedulers",
     "get_wsd_schedule": "paceline.pytorch.optim.schedulers",
-    "replay": "paceline.pytorch.replay",
+    "replay": "paceline.pytorch.replay.step",
     "rotate_checkpoints": "paceline.checkpoint.folders",
     "set_seed": "paceline.pytorch.distributed.random",
     "simulated_processes": "paceline.pytorch.distributed.simulated",

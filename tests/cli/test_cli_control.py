@@ -22,7 +22,7 @@ from paceline.core import commands
 from paceline.core.commands import COMMAND_FILE, CommandRefused, take_command
 from paceline.core.journal import CHANGES_FILE, JOURNAL_FILE, read_changes, read_rows
 from paceline.core.session import COMMAND_FILE as LISTENED
-from paceline.pytorch.replay import replay
+from paceline.pytorch.replay.step import replay
 
 ID = "0" * 32
 

@@ -24,7 +24,7 @@ from paceline.pytorch.optim.adafactor import Adafactor, AdafactorSchedule
 from paceline.pytorch.optim.greedy import GreedyLR
 from paceline.pytorch.optim.schedulers import get_scheduler
 from paceline.pytorch.optim.steered import TorchSettings, obstacle_of
-from paceline.pytorch.replay import replay
+from paceline.pytorch.replay.step import replay
 
 DATA = classification(400)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-SOURCE = Path(__file__).resolve().parent.parent / "pytorch" / "trainer" / "test_data_map.py"
+SOURCE = Path(__file__).resolve().parent.parent / "pytorch" / "step_parts" / "test_data_map.py"
 WAYS: dict[str, dict[str, Any]] = {"ddp": {"parallel": "ddp"}, "fsdp": {"parallel": "fsdp"}}
 
 

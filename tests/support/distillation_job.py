@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-SOURCE = Path(__file__).resolve().parent.parent / "pytorch" / "trainer" / "test_distillation.py"
+SOURCE = Path(__file__).resolve().parent.parent / "pytorch" / "distillation" / "test_loss.py"
 
 
 def main() -> None:

@@ -91,6 +91,6 @@ REGULARIZERS = {
 OPTION_CALLBACKS = {
     "eval_harness": "paceline.pytorch.evaluation.harness:harness_of",
     "eval_samples": "paceline.pytorch.evaluation.samples:samples_of",
-    "pruning": "paceline.pytorch.pruning:pruning_of",
-    "snapshot_ensemble": "paceline.pytorch.snapshots:snapshots_of",
+    "pruning": "paceline.pytorch.pruning.callback:pruning_of",
+    "snapshot_ensemble": "paceline.pytorch.ensembles.snapshots:snapshots_of",
 }

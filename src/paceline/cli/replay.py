@@ -21,7 +21,7 @@ from paceline.cli.tables import draw_table
 from paceline.core.journal import JOURNAL_FILE, NOT_COMPUTED, find_row, read_rows
 from paceline.core.record import jsonable
 from paceline.pytorch.data.sampling import has_length
-from paceline.pytorch.replay import Replayed, replay
+from paceline.pytorch.replay.step import Replayed, replay
 from paceline.pytorch.trainer import Trainer
 
 WIDTH = 108

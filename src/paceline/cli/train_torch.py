@@ -25,7 +25,7 @@ from paceline.pytorch.model.outputs import ModelOutputError
 from paceline.pytorch.model.signature import has_targets_beside_text, innermost, read_signature, shifts_labels
 from paceline.pytorch.trainer import Trainer
 
-members_trainer = LateModule("paceline.pytorch.members_trainer")
+members_trainer = LateModule("paceline.pytorch.members.trainer")
 
 # errors of training that an invalid configuration causes
 REFUSALS = (UnsupportedOption, ModelOutputError)

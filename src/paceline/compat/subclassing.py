@@ -50,7 +50,7 @@ class ForSubclasses(PrivateNames):
     """
 
     _total_loss_scalar = 0.0  # an overridden `_maybe_log_save_evaluate` adds to it; nothing here reads it
-    ensemble_host = "paceline.pytorch.ensemble"
+    ensemble_host = "paceline.pytorch.ensembles.host"
     hp_name: Any = None
     hp_search_backend: Any = None
     hp_space: Any = None

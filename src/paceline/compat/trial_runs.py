@@ -71,7 +71,7 @@ def search(
 ) -> BestRun | list[BestRun]:
     """Searches; the arguments are those of `Trainer.hyperparameter_search`."""
     if backend == "members":
-        together = load("paceline.pytorch.members_search:search")
+        together = load("paceline.pytorch.members.search:search")
         found: BestRun = together(trainer, hp_space, compute_objective, n_trials, direction, hp_name, options)
         return found
     chosen = backends.choose(backend)

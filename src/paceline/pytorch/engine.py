@@ -26,11 +26,11 @@ from paceline.pytorch.data.batches import split_batches
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.distributed.strategy import empty_device_cache
 from paceline.pytorch.distributed.window import LossOf, Pass
-from paceline.pytorch.loss_audit import LossAudit
 from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.objective import accepts, adapted
 from paceline.pytorch.model.outputs import check_loss, detach, no_gradient
 from paceline.pytorch.optim.layerwise import steps_in_backward
+from paceline.pytorch.probes.audit import LossAudit
 from paceline.pytorch.sync import RunWindow, StepRow, Sync
 
 logger = logging.getLogger(__name__)

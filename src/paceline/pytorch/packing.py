@@ -16,9 +16,9 @@ from paceline.pytorch.data.collators import DataCollatorWithPadding, DefaultData
 from paceline.pytorch.data.packing import PackedForm, PackingCollator
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.tensor_parts import local_part
-from paceline.pytorch.loss_probe import leaving_no_trace
 from paceline.pytorch.model.isolation import Isolation, find_isolation, isolated
-from paceline.pytorch.side_effects import undoing
+from paceline.pytorch.probes.loss import leaving_no_trace
+from paceline.pytorch.probes.side_effects import undoing
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from paceline.args.packing import JOINING, budget_of, order_of, packing_of, row_
 from paceline.args.sharding import wants_shards
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
+from paceline.checkpoint import output_store
 from paceline.checkpoint.retention import Retention, retention_of
 from paceline.core.events import CallbackHandler, TrainerCallback, close_run, has_listener
 from paceline.core.log_text import LogText
@@ -29,7 +30,6 @@ from paceline.core.optional import LateModule
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput
 from paceline.core.state import TrainerControl
 from paceline.core.worker_watch import WorkerWatch
-from paceline.pytorch import output_store
 from paceline.pytorch.checkpoint.checkpointer import Checkpointer, SaveHooks, SaveSettings
 from paceline.pytorch.checkpoint.full_format import FullFormat
 from paceline.pytorch.checkpoint.items import Contents, Format
@@ -59,25 +59,24 @@ if TYPE_CHECKING:
     from paceline.hub.described import CardFacts, CheckpointForm
     from paceline.predictions import augmentation as augmentations
     from paceline.predictions.augmentation import AugmentedOutput, TestTimeAugmentation
-    from paceline.pytorch import batch_search, model_card, packing, token_terms, trial_run
-    from paceline.pytorch.batch_search import BatchSearch
+    from paceline.pytorch import model_card, packing
     from paceline.pytorch.checkpoint import sharded_format
     from paceline.pytorch.data import token_counts
-    from paceline.pytorch.data.token_counts import PaddingCounter
     from paceline.pytorch.evaluation import augmentation as tensor_augmentation
-    from paceline.pytorch.evaluation.augmentation import TensorSteps
+    from paceline.pytorch.short_runs import batch_search, trial_run
+    from paceline.pytorch.step_parts import token_terms
     from paceline.pytorch.trainer import Trainer
 else:
     augmentations = LateModule("paceline.predictions.augmentation")
     tensor_augmentation = LateModule("paceline.pytorch.evaluation.augmentation")
-    batch_search = LateModule("paceline.pytorch.batch_search")
+    batch_search = LateModule("paceline.pytorch.short_runs.batch_search")
     model_card = LateModule("paceline.pytorch.model_card")
     packing = LateModule("paceline.pytorch.packing")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     streaming = LateModule("paceline.core.streaming")
     token_counts = LateModule("paceline.pytorch.data.token_counts")
-    token_terms = LateModule("paceline.pytorch.token_terms")
-    trial_run = LateModule("paceline.pytorch.trial_run")
+    token_terms = LateModule("paceline.pytorch.step_parts.token_terms")
+    trial_run = LateModule("paceline.pytorch.short_runs.trial_run")
 
 Result = TypeVar("Result")
 
@@ -224,7 +223,7 @@ def metrics_of(
 
 def augmented_call(
     trainer: Trainer, augmentation: TestTimeAugmentation, evaluate: Callable[[], Result]
-) -> tuple[Result, TensorSteps]:
+) -> tuple[Result, tensor_augmentation.TensorSteps]:
     """Returns the result of an evaluation or a prediction with augmentation, and the steps that were run.
 
     Raises:
@@ -232,7 +231,7 @@ def augmented_call(
         TypeError: `augmentation` is something else.
         ValueError: an overridden `evaluation_loop` did not use the augmentation.
     """
-    steps: TensorSteps = tensor_augmentation.TensorSteps(augmentation)
+    steps = tensor_augmentation.TensorSteps(augmentation)
     if trainer.strategy.runs_windows or getattr(trainer.args, "predict_with_generate", False):
         obstacle = "a pipeline" if trainer.strategy.runs_windows else "predict_with_generate=True"
         raise UnsupportedOption(f"augmentation={augmentation!r} is not supported with {obstacle}: leave it out.")
@@ -368,7 +367,7 @@ def measurer_of(trainer: Trainer) -> Measure | None:
     return measurer(innermost(trainer.model), trainer.floating_point_ops, count_tokens, padding_counter_of(trainer))
 
 
-def padding_counter_of(trainer: Trainer) -> PaddingCounter | None:
+def padding_counter_of(trainer: Trainer) -> token_counts.PaddingCounter | None:
     """Returns `(batch) -> (useful tokens, all tokens)`; None without packing or a token budget."""
     args, found = trainer._own_options, trainer._find_packing()
     tokens = tokens_of(args)
@@ -528,7 +527,7 @@ def try_run(trainer: Trainer, options: dict[str, Any], callback: TrainerCallback
         copy_of(trainer, changed, [DefaultFlowCallback(), callback]).train()
 
 
-def search_batch_size(trainer: Trainer, lowest: int, highest: int, num_steps: int) -> BatchSearch:
+def search_batch_size(trainer: Trainer, lowest: int, highest: int, num_steps: int) -> batch_search.BatchSearch:
     """Searches for a micro-batch size; the arguments are those of `Trainer.find_batch_size`."""
     plan, count = trainer._plan(), length_of(trainer.train_dataset)
     run = batch_search.trial_runs(lambda options, clock: try_run(trainer, options, clock), num_steps, plan)

@@ -19,11 +19,10 @@ from paceline.checkpoint.retention import retention_of
 from paceline.core.events import TrainerCallback
 from paceline.core.fingerprint import hash_value
 from paceline.core.methods import is_ours
-from paceline.pytorch import parallel_check, trial_run
-from paceline.pytorch.batch_search import StepClock
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.lengths import length_of
 from paceline.pytorch.distributed.simulated import check_group, is_simulated
+from paceline.pytorch.doctor import parallel_check
 from paceline.pytorch.doctor.findings import Case, Diagnosis
 from paceline.pytorch.doctor.registry import examine
 from paceline.pytorch.forecast.rehearsal import CannotRehearse, StepMemoryEstimate, rehearse
@@ -32,7 +31,9 @@ from paceline.pytorch.model.check_targets import check_targets
 from paceline.pytorch.model.objective import compute_loss_with_outputs
 from paceline.pytorch.model.prepare import prepare_model
 from paceline.pytorch.parts import copy_of, try_run
-from paceline.pytorch.side_effects import undoing
+from paceline.pytorch.probes.side_effects import undoing
+from paceline.pytorch.short_runs import trial_run
+from paceline.pytorch.short_runs.batch_search import StepClock
 
 if TYPE_CHECKING:
     from paceline.args.plan import Plan

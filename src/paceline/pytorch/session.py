@@ -20,6 +20,7 @@ from paceline.args.rules import derived_values
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint import layout as names
 from paceline.checkpoint.lock import FolderLock
+from paceline.checkpoint.output_store import finished_uploads
 from paceline.checkpoint.resuming import begin_state
 from paceline.core import session as core
 from paceline.core.contracts import Hooks, Stateful
@@ -49,6 +50,7 @@ from paceline.pytorch.data.loading import (
     loader_length,
     sample_count,
 )
+from paceline.pytorch.data.padding_meter import PaddingMeter
 from paceline.pytorch.distributed.collectives import gather_objects
 from paceline.pytorch.distributed.memory import count_memory
 from paceline.pytorch.distributed.precision import make_precision, warn_of_emulation
@@ -59,7 +61,6 @@ from paceline.pytorch.distributed.watchdog import Watchdog, watching
 from paceline.pytorch.distributed.world import World, device_text
 from paceline.pytorch.engine import Engine
 from paceline.pytorch.loaders import check_train_loader, make_feed
-from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LossNormalizer
 from paceline.pytorch.model.objective import adapted
@@ -69,26 +70,26 @@ from paceline.pytorch.optim.layerwise import check_options, check_run, steps_in_
 from paceline.pytorch.optim.modes import switch_optimizer
 from paceline.pytorch.optim.schedulers import follows_metrics
 from paceline.pytorch.optim.shards import check_shards
-from paceline.pytorch.output_store import finished_uploads
-from paceline.pytorch.padding_meter import PaddingMeter
-from paceline.pytorch.step_parts import Setup, StepParts, make_step_parts
+from paceline.pytorch.step_parts.registry import Setup, StepParts, make_step_parts
 from paceline.pytorch.sync import LocalSync, ProcessSync, Sync, synchronized_control
+from paceline.pytorch.trainer_protocol import TrainerProtocol
 from paceline.pytorch.validation import check_evaluation, check_optimizer, declare_loss
 
 if TYPE_CHECKING:
-    from paceline.pytorch import device_clock, memory_report, missing_labels, rollback
-    from paceline.pytorch.checkpoint import sharded_format
+    from paceline.pytorch.checkpoint import rollback, sharded_format
     from paceline.pytorch.data import sources as data_sources
     from paceline.pytorch.data import window_ids
+    from paceline.pytorch.distributed import device_clock, memory_report
+    from paceline.pytorch.model import missing_labels
     from paceline.pytorch.optim import averages, steered
     from paceline.pytorch.optim.averages import AveragedWeights
 else:
     averages = LateModule("paceline.pytorch.optim.averages")
-    device_clock = LateModule("paceline.pytorch.device_clock")
+    device_clock = LateModule("paceline.pytorch.distributed.device_clock")
     data_sources = LateModule("paceline.pytorch.data.sources")
-    memory_report = LateModule("paceline.pytorch.memory_report")
-    missing_labels = LateModule("paceline.pytorch.missing_labels")
-    rollback = LateModule("paceline.pytorch.rollback")
+    memory_report = LateModule("paceline.pytorch.distributed.memory_report")
+    missing_labels = LateModule("paceline.pytorch.model.missing_labels")
+    rollback = LateModule("paceline.pytorch.checkpoint.rollback")
     sharded_format = LateModule("paceline.pytorch.checkpoint.sharded_format")
     steered = LateModule("paceline.pytorch.optim.steered")
     window_ids = LateModule("paceline.pytorch.data.window_ids")
@@ -115,7 +116,7 @@ class Run(core.Run):
     padding: PaddingMeter = field(default_factory=PaddingMeter)
 
 
-class Session(core.Session[Run, TrainerMembers]):
+class Session(core.Session[Run, TrainerProtocol]):
     """Creates the parts of a Trainer for torch.
 
     Attributes:

@@ -57,21 +57,22 @@ if TYPE_CHECKING:
     from paceline.compat import trial_runs
     from paceline.hub import described
     from paceline.predictions import augmentation as test_time
-    from paceline.pytorch import batch_search, lr_search, module_memory, packing, parts, previews, session
+    from paceline.pytorch import packing, parts, previews, session
     from paceline.pytorch.checkpoint import checkpointer
     from paceline.pytorch.doctor import findings
     from paceline.pytorch.evaluation import augmentation, predictor
     from paceline.pytorch.forecast import result
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
-    from paceline.pytorch.step_parts import StepParts
+    from paceline.pytorch.short_runs import batch_search, lr_search, module_memory
+    from paceline.pytorch.step_parts.registry import StepParts
 else:
-    batch_search = LateModule("paceline.pytorch.batch_search")
+    batch_search = LateModule("paceline.pytorch.short_runs.batch_search")
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
     described = LateModule("paceline.hub.described")
     findings = LateModule("paceline.pytorch.doctor.findings")
-    lr_search = LateModule("paceline.pytorch.lr_search")
-    module_memory = LateModule("paceline.pytorch.module_memory")
+    lr_search = LateModule("paceline.pytorch.short_runs.lr_search")
+    module_memory = LateModule("paceline.pytorch.short_runs.module_memory")
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
     packing = LateModule("paceline.pytorch.packing")
     parts = LateModule("paceline.pytorch.parts")

@@ -27,11 +27,11 @@ from paceline.pytorch.model.signature import (
 
 if TYPE_CHECKING:
     from paceline.args.sections import Options
-    from paceline.pytorch import distillation
-    from paceline.pytorch.distillation import Distillation
+    from paceline.pytorch.distillation import loss as distillation
+    from paceline.pytorch.distillation.loss import Distillation
     from paceline.pytorch.model import linear_loss
 else:
-    distillation = LateModule("paceline.pytorch.distillation")
+    distillation = LateModule("paceline.pytorch.distillation.loss")
     linear_loss = LateModule("paceline.pytorch.model.linear_loss")
 
 logger = logging.getLogger(__name__)

@@ -69,7 +69,7 @@ class NothingPending:
         """Does nothing: nothing is ever due."""
 
 
-class TFTrainerMembers(core.Facade, Protocol):
+class TFTrainerProtocol(core.Facade, Protocol):
     """The members of a TFTrainer that a subclass may override and that its session uses; each is documented there.
 
     Attributes:
@@ -96,7 +96,7 @@ class TFTrainerMembers(core.Facade, Protocol):
     _finished_pushes: Callable[[], AbstractContextManager[None]]
 
 
-class Session(core.Session[core.Run, TFTrainerMembers]):
+class Session(core.Session[core.Run, TFTrainerProtocol]):
     """The parts of a TFTrainer, and how they are made for TensorFlow.
 
     Attributes:

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline import Trainer, TrainingArguments
-from paceline.pytorch import flops
-from paceline.pytorch.flops import FlopMeter
 from paceline.pytorch.model import lazy_logits, linear_loss
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_loss import LinearLoss
+from paceline.pytorch.step_parts import flops
+from paceline.pytorch.step_parts.flops import FlopMeter
 
 CLASSES, FEATURES, LENGTH = 23, 8, 6
 

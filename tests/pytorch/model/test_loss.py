@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.pytorch.loss_probe import LossProbe, Part, choose_parts, cuttable, leaving_no_trace
 from paceline.pytorch.model.loss import IGNORE_INDEX, LabelSmoother, LossNormalizer, LossReduction
 from paceline.pytorch.model.reductions import MAIN, Observation, Split, make_candidates
+from paceline.pytorch.probes.loss import LossProbe, Part, choose_parts, cuttable, leaving_no_trace
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -12,7 +12,7 @@ from small_models import Classifier, classification, make_trainer
 
 from paceline import Trainer, TrainerCallback
 from paceline.core.ledger import DEVICE, LOG, Ledger
-from paceline.pytorch.device_clock import DeviceClock, make_ledger
+from paceline.pytorch.distributed.device_clock import DeviceClock, make_ledger
 
 STEP_PARTS = {"data", "transfer", "forward", "backward", "optimizer"}
 
@@ -128,7 +128,7 @@ def test_a_device_is_timed_by_its_events_which_only_a_log_waits_for(
 ) -> None:
     Event.waits = 0
     clock = DeviceClock(Event)
-    monkeypatch.setattr("paceline.pytorch.device_clock.make_ledger", lambda device: Ledger(clock))
+    monkeypatch.setattr("paceline.pytorch.distributed.device_clock.make_ledger", lambda device: Ledger(clock))
 
     class Ticks(Classifier):
         def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from paceline import TrainerCallback, TrainingArguments
 from paceline.args.parser import HfArgumentParser
 from paceline.core.optional import is_installed
-from paceline.pytorch.memory_report import Activations
+from paceline.pytorch.distributed.memory_report import Activations
 from paceline.pytorch.model import lazy_logits, linear_loss
 
 

@@ -23,9 +23,9 @@ from paceline.pytorch.distributed.world import World
 from paceline.pytorch.evaluation.loss_sum import LossSum
 from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, PredictionBuffer, to_host
 from paceline.pytorch.evaluation.predictor import EvaluationLoop
-from paceline.pytorch.loss_probe import LossProbe, Part
 from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.reductions import Observation
+from paceline.pytorch.probes.loss import LossProbe, Part
 
 CHUNK_BYTES = 2**26  # maximum bytes of predictions that a process sends at a time
 

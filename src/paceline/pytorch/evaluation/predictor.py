@@ -32,9 +32,9 @@ from paceline.pytorch.evaluation.prediction_buffer import (
     to_host,
     with_rows,
 )
-from paceline.pytorch.loss_probe import LossProbe, Part
 from paceline.pytorch.model.loss import Counts, LossNormalizer
 from paceline.pytorch.model.reductions import Observation
+from paceline.pytorch.probes.loss import LossProbe, Part
 
 if TYPE_CHECKING:
     from paceline.core import streaming

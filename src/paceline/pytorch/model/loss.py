@@ -3,7 +3,7 @@
 A model returns one loss per micro-batch. To sum micro-batches correctly, the loss's divisor must be known. In order of
 precedence it is the declared one; `num_items_in_batch`, if changing it changes the loss; the number of targets, if that
 is known for the model's class; the number of samples. Extra forward passes over parts of a batch
-(`paceline.pytorch.loss_probe`) test the assumption. They replace it if two probes agree, and warn if they contradict
+(`paceline.pytorch.probes.loss`) test the assumption. They replace it if two probes agree, and warn if they contradict
 the reduction in force.
 """
 

@@ -21,16 +21,16 @@ from paceline.pytorch import session
 from paceline.pytorch.checkpoint.resume_state import read_progress
 from paceline.pytorch.data.loading import StatefulDataIterator, loader_length
 from paceline.pytorch.distributed.collectives import gather_objects
-from paceline.pytorch.members import TrainerMembers
 from paceline.pytorch.optim import phased
 from paceline.pytorch.optim.schedulers import get_scheduler
 from paceline.pytorch.session import Run
+from paceline.pytorch.trainer_protocol import TrainerProtocol
 from paceline.pytorch.validation import read_model
 
 PARALLEL = (None, "ddp", "fsdp")
 
 
-class PhasedSession(shared.PhasedSession[Run, TrainerMembers], session.Session):
+class PhasedSession(shared.PhasedSession[Run, TrainerProtocol], session.Session):
     """The session of a Trainer with `phases`."""
 
     optimizer_phases: phased.PhasedOptimizer | None = None

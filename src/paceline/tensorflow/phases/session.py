@@ -30,12 +30,12 @@ from paceline.tensorflow.model_card import count_numbers
 from paceline.tensorflow.optim import phased
 from paceline.tensorflow.optim.choose import compiled_optimizer, described_schedule
 from paceline.tensorflow.optim.schedules import StepSchedule
-from paceline.tensorflow.session import TFTrainerMembers
+from paceline.tensorflow.session import TFTrainerProtocol
 
 SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 
-class PhasedSession(shared.PhasedSession[Run, TFTrainerMembers], session.Session):
+class PhasedSession(shared.PhasedSession[Run, TFTrainerProtocol], session.Session):
     """The session of a TFTrainer with `phases`.
 
     Attributes:

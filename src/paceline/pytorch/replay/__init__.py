@@ -1,0 +1,1 @@
+"""Replays a recorded optimizer step, and ranks its samples."""
