@@ -6,13 +6,6 @@ import pytest
 from paceline.callbacks import memory
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.46 kB"), (3 << 20, "3 MB"), (5 << 40, "5 TB")]
-)
-def test_format_bytes(count, text):
-    assert memory.format_bytes(count) == text
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_process_bytes_grows_with_what_is_held():
     before = memory.process_bytes()

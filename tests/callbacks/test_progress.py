@@ -249,7 +249,7 @@ def test_what_can_show_a_bar(monkeypatch):
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_a_bar_fits_the_terminal(terminal, clock, monkeypatch, columns):
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (columns, 24))
-    monkeypatch.setattr(progress, "describe_memory", lambda: "RAM 328 MB")
+    monkeypatch.setattr(progress, "describe_memory", lambda: "RAM 328 MiB")
     callback, state = ProgressCallback(write_logs=False), TrainerState(max_steps=1000, epoch=0.125)
     handler, control = train(callback, state, 120, clock, tokens=3)
     for loss in range(20, 0, -1):

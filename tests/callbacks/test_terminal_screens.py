@@ -19,7 +19,7 @@ MASKS = (
     (r"\|[█▏▎▍▌▋▊▉ ]+\|", "|bar|"),
     (r"\d\d:\d\d<(\d\d:\d\d|\?)", "T<T"),
     (r"[\d.,]+ (step|samples|tok)/s", r"N \1/s"),
-    (r"RAM [\d.]+ [MG]B", "RAM"),
+    (r"RAM [\d.]+ [MG]iB", "RAM"),
     (r"(_runtime|_per_second) [\d.]+", r"\1 N"),
     (r"(loss|grad_norm) [\d.]+", r"\1 N"),
     (r" [▁▂▃▄▅▆▇█]+", " CURVE"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.checkpoint.space import SMALL_FILES_BYTES, Place, in_words
+from paceline.checkpoint.space import SMALL_FILES_BYTES, Place
 
 
 def test_room_is_checked_with_some_slack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +36,3 @@ def test_a_folder_that_was_deleted_on_the_same_disk_is_no_problem(tmp_path: Path
     place = Place(folder)
     folder.rmdir()
     place.check(0)
-
-
-@pytest.mark.parametrize(
-    ("number", "words"), [(12, "12 bytes"), (5000, "5 kB"), (804_000_000, "804 MB"), (3.25e12, "3.25e+03 GB")]
-)
-def test_sizes_in_words(number: float, words: str) -> None:
-    assert in_words(number) == words

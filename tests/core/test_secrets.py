@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.args.secrets import MASK, is_secret, mask_command, mask_text, masked
+from paceline.args.secrets import MASK, describe_error, is_secret, mask_command, mask_text, masked
 
 S = "Zq7rT2xW9bVn4KcL8mPd"  # what must not be left
 TEXTS = [
@@ -188,3 +188,11 @@ def test_errors_of_options_hide_their_values() -> None:
     assert S not in str(shown)
     assert S not in str(wrong_value("hub_token", [S], "give text"))
     assert "'adam'" in str(wrong_value("optim", "adam", "choose one"))
+
+
+def test_secrets_do_not_get_into_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+    error = OSError("no: wJalrXUtnFEMI at https://h/x?X-Amz-Signature=deadbeef&sig=c0ffee, token: 'xyz' end\nmore")
+    words = describe_error(error)
+    assert not any(secret in words for secret in ("wJalrXUtnFEMI", "deadbeef", "c0ffee", "xyz", "more"))
+    assert words.endswith("end")

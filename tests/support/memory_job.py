@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline import Trainer
 from paceline.pytorch.distributed.memory_gate import Gated
-from paceline.pytorch.distributed.tensor_parts import whole
+from paceline.pytorch.model.tensor_parts import whole
 
 RANK = int(os.environ.get("RANK", "0"))
 PLACES = ("forward", "second unit", "backward", "second backward", "gather")

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from paceline import Trainer
 from paceline.core.journal import read_rows
 from paceline.core.nonfinite import NonFiniteError
-from paceline.pytorch.distributed.tensor_parts import whole
+from paceline.pytorch.model.tensor_parts import whole
 
 RANK = int(os.environ.get("RANK", "0"))
 DATA = classification(38)

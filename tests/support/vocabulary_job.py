@@ -13,10 +13,10 @@ from small_models import losses, make_trainer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.pytorch.distributed.tensor_parts import whole
 from paceline.pytorch.model import linear_loss
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_head import Head
+from paceline.pytorch.model.tensor_parts import whole
 
 CLASSES, LENGTH = 30, 6
 made: list[int] = []  # rows of the logits that were computed

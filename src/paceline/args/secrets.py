@@ -27,6 +27,13 @@ def mask_text(text: str) -> str:
     return _mask(text, _secret_variables())
 
 
+def describe_error(error: BaseException) -> str:
+    """Returns the type and the first line of an error in at most 300 characters, with secrets masked."""
+    lines = [line.strip() for line in mask_text(str(error)).splitlines() if line.strip()]
+    name = type(error).__name__
+    return f"{name}: {lines[0]}"[:300] if lines else name
+
+
 def masked(value: object, name: str = "") -> Any:
     """Masks the strings in nested mappings, lists and tuples; values of secret names are masked completely."""
     return _masked(value, name, _secret_variables())

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from paceline.core.optional import is_installed, require
+from paceline.core.optional import LateModule, is_installed, require
+
+if TYPE_CHECKING:
+    from paceline.core import byte_sizes
+else:
+    byte_sizes = LateModule("paceline.core.byte_sizes")
 
 _STATM = "/proc/self/statm"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -41,15 +47,6 @@ def accelerator_bytes() -> int | None:
 
 
 def describe_memory() -> str:
-    """Returns text such as `"RAM 1.2 GB, GPU 3.4 GB"` with the known parts."""
+    """Returns text such as `"RAM 1.2 GiB, GPU 3.4 GiB"` with the known parts."""
     parts = [("RAM", process_bytes()), ("GPU", accelerator_bytes())]
-    return ", ".join(f"{label} {format_bytes(count)}" for label, count in parts if count is not None)
-
-
-def format_bytes(count: float) -> str:
-    """Formats bytes with three significant digits in the largest fitting unit of 1024."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TB"
+    return ", ".join(f"{label} {byte_sizes.format_memory(count)}" for label, count in parts if count is not None)

@@ -1,4 +1,4 @@
-"""Checks disk space and mount before a checkpoint is written. Standard library only."""
+"""Checks disk space and mount before a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 from pathlib import Path
+
+from paceline.core.byte_sizes import format_bytes
 
 # configuration, state, random number generators, manifest: about ten files of a few kB, rounded up to blocks of 4 kB
 SMALL_FILES_BYTES = 64 << 10
@@ -34,18 +36,9 @@ class Place:
         free = shutil.disk_usage(_nearest(self.folder)).free
         needed = num_bytes + SMALL_FILES_BYTES
         if free < needed:
-            parts = f"{in_words(num_bytes)} of tensors, {in_words(SMALL_FILES_BYTES)} for small files"
-            text = f"about {in_words(needed)} are needed ({parts}) and {in_words(free)} are free"
+            parts = f"{format_bytes(num_bytes)} of tensors, {format_bytes(SMALL_FILES_BYTES)} for small files"
+            text = f"about {format_bytes(needed)} are needed ({parts}) and {format_bytes(free)} are free"
             raise OSError(errno.ENOSPC, text)
-
-
-def in_words(num_bytes: float) -> str:
-    """Formats bytes for display: `3.2 GB`."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000 or unit == "GB":
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    raise AssertionError
 
 
 def _nearest(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.places import staging_folder
-from paceline.args.secrets import mask_text
+from paceline.args.secrets import describe_error
 from paceline.checkpoint import folders
 from paceline.checkpoint.inside import is_inner_name, leads_outside
 from paceline.checkpoint.manifest import MANIFEST_NAME, known_files, verify
@@ -51,13 +51,6 @@ class StoreError(OSError, ValueError):
         self.is_lasting = is_lasting
 
 
-def in_words(error: BaseException) -> str:
-    """Returns the type and first line of an error, with secrets masked."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return mask_text(text)[:300]
-
-
 def open_file_system(url: str) -> tuple[Any, str]:
     """Returns the fsspec file system of a URL and the path in it.
 
@@ -76,11 +69,11 @@ def open_file_system(url: str) -> tuple[Any, str]:
         raise ImportError(f"output_dir={url!r} needs a package that is missing: {remedy} ({error})") from error
     except ValueError as error:
         raise ValueError(
-            f"output_dir={url!r}: fsspec knows no scheme {scheme!r} ({in_words(error)}): use s3://, gs://, az:// or "
-            "another one that it lists."
+            f"output_dir={url!r}: fsspec knows no scheme {scheme!r} ({describe_error(error)}): use s3://, gs://, az:// "
+            "or another one that it lists."
         ) from error
     except Exception as error:  # some connect or look up credentials in the constructor
-        raise StoreError(f"{url} cannot be opened ({in_words(error)})", is_lasting=is_lasting(error)) from None
+        raise StoreError(f"{url} cannot be opened ({describe_error(error)})", is_lasting=is_lasting(error)) from None
     return file_system, path
 
 
@@ -254,12 +247,12 @@ class ObjectStore:
             yield
         except FileNotFoundError as error:
             if _NO_BUCKET.search(str(error)):
-                raise StoreError(f"{self.url}: cannot {what} ({in_words(error)})", True) from None
+                raise StoreError(f"{self.url}: cannot {what} ({describe_error(error)})", True) from None
             raise
         except StoreError:
             raise
         except Exception as error:
-            words = f"{self.url}: cannot {what} ({in_words(error)})"
+            words = f"{self.url}: cannot {what} ({describe_error(error)})"
             raise StoreError(words, is_lasting=is_lasting(error)) from None
 
 

@@ -17,10 +17,11 @@ from paceline.checkpoint import folders
 from paceline.checkpoint.beside import chosen_files
 from paceline.checkpoint.inside import leads_outside
 from paceline.checkpoint.manifest import MANIFEST_NAME
-from paceline.checkpoint.space import Place, in_words
+from paceline.checkpoint.space import Place
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.jobs import is_of_tensorflow
 from paceline.cli.options import Known, parse_options
+from paceline.core.byte_sizes import format_bytes
 from paceline.core.terminal import show
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: 
     finally:
         bar.close()
     seconds = max(time.perf_counter() - start, 1e-9)
-    show(f"{output}: {len(source.forms)} tensors, {in_words(total)} in {seconds:.1f} s")
+    show(f"{output}: {len(source.forms)} tensors, {format_bytes(total)} in {seconds:.1f} s")
     if not (output / "config.json").is_file():
         print(
             f"{checkpoint} has no config.json, so from_pretrained cannot find the model's class: name the folder of "

@@ -17,7 +17,6 @@ search:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from paceline.cli.config import SECTIONS, JobConfig, apply_overrides, make_confi
 from paceline.cli.errors import UsageError, suggest
 from paceline.cli.options import Known, argument_names, parse_options
 from paceline.cli.references import REFERENCE, read_reference
+from paceline.core.counts import is_number
 
 KEYS = ("space", "objective", "direction", "n_trials", "n_parallel", "sampler", "pruner", "halving", "timeout")
 BOUNDS = ("low", "high", "log", "step")
@@ -162,11 +162,6 @@ def check_bounds(where: str, values: Mapping[str, Any]) -> None:
         raise UsageError(f"{where}.step: {step!r} is not above 0")
     if is_whole(values) and not isinstance(step, int):
         raise UsageError(f"{where}.step: {step!r} is not a whole number, as low and high are; write low: {low}.0")
-
-
-def is_number(value: object) -> bool:
-    """True for a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(values: Mapping[str, Any]) -> bool:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.checkpoint import folders
-from paceline.checkpoint.space import in_words
 from paceline.cli.errors import UsageError
+from paceline.core.byte_sizes import format_bytes
 from paceline.core.terminal import encodable, show
 
 _MOST_SHOWN = 5
@@ -92,7 +92,8 @@ def verify_place(place: Path) -> int:
     for leftover in sorted(path.name for path in place.glob(f".{folders.PREFIX_CHECKPOINT_DIR}-*")):
         say(f"{leftover}: being written, or left by a crash; a run that is resumed here clears it")
     seconds = max(time.perf_counter() - start, 1e-9)
-    print(f"{len(checkpoints)} checked, {num_bad} damaged; {in_words(num_read)} at {in_words(num_read / seconds)}/s")
+    read = f"{format_bytes(num_read)} at {format_bytes(num_read / seconds)}/s"
+    print(f"{len(checkpoints)} checked, {num_bad} damaged; {read}")
     if (num_bad or others) and checkpoints != [place]:
         print(f"a resume takes {good[-1].name}" if good else "there is none to resume from")
     return 1 if num_bad else 0
@@ -133,6 +134,6 @@ def describe(path: Path, problems: Sequence[str], size: int) -> str:
     if problems:
         return f"DAMAGED  {problems[0]}"
     if not (path / folders.MANIFEST_NAME).exists():
-        return f"good     {in_words(size)}; without a manifest, so only its structure could be checked"
+        return f"good     {format_bytes(size)}; without a manifest, so only its structure could be checked"
     extra = folders.extra_files(path)
-    return f"good     {in_words(size)}" + (f"; not in its manifest: {', '.join(extra)}" if extra else "")
+    return f"good     {format_bytes(size)}" + (f"; not in its manifest: {', '.join(extra)}" if extra else "")

@@ -1,4 +1,4 @@
-"""Validation of numbers read from files. Standard library only."""
+"""Validation of numbers read from files and given by users. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def is_count(value: object) -> TypeGuard[int]:
 def is_amount(value: Any) -> TypeGuard[float]:
     """True if the value is a valid amount of epochs or operations: a finite number, not negative."""
     return type(value) in (int, float) and 0 <= value < 10**300 and math.isfinite(value)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for a finite integer or float; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 10**300
 
 
 def shown(value: object) -> str:

@@ -1,8 +1,10 @@
-"""The memory that training takes on one process, and how it is written."""
+"""The memory that training takes on one process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from paceline.core.byte_sizes import format_mib
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,10 @@ class Memory:
 
     def describe(self) -> str:
         """Returns the sizes as a line of text."""
-        state = "of a size known after the first optimizer step" if self.optimizer is None else as_text(self.optimizer)
+        state = (
+            "of a size known after the first optimizer step" if self.optimizer is None else format_mib(self.optimizer)
+        )
         return (
-            f"{as_text(self.parameters)} of parameters, {as_text(self.gradients)} of gradients, "
+            f"{format_mib(self.parameters)} of parameters, {format_mib(self.gradients)} of gradients, "
             f"optimizer state {state}; activations not included"
         )
-
-
-def as_text(size: int) -> str:
-    """Returns a size with its unit."""
-    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

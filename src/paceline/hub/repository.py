@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.args.secrets import mask_text
+from paceline.args.secrets import describe_error
 from paceline.core.optional import require
 
 SHARD = re.compile(r"(?:pytorch_)?model(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.(?:safetensors|bin)\.index\.json)")
@@ -105,9 +105,7 @@ def commit(
 
 
 def in_words(error: BaseException) -> str:
-    """Returns the type and first line of an error and of its cause, with secrets masked."""
-    lines = [line.strip() for line in mask_text(str(error)).splitlines() if line.strip()]
-    first = lines[0] if lines else ""
-    words = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    cause = error.__cause__
+    """Returns an error and its causes on one line, with secrets masked."""
+    words = describe_error(error)
+    cause, first = error.__cause__, words.partition(": ")[2]
     return words if cause is None or (first and first in str(cause)) else f"{words} <- {in_words(cause)}"

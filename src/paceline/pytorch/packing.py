@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from paceline.pytorch.data.collators import DataCollatorWithPadding, DefaultDataCollator
 from paceline.pytorch.data.packing import PackedForm, PackingCollator
 from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.distributed.tensor_parts import local_part
 from paceline.pytorch.model.isolation import Isolation, find_isolation, isolated
+from paceline.pytorch.model.tensor_parts import local_part
 from paceline.pytorch.probes.loss import leaving_no_trace
 from paceline.pytorch.probes.side_effects import undoing
 

@@ -14,7 +14,7 @@ import numpy as np
 from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
 from paceline.checkpoint.lock import is_held
-from paceline.checkpoint.space import in_words
+from paceline.core.byte_sizes import format_bytes
 from paceline.core.record import jsonable
 from paceline.core.resume_command import resume_command
 from paceline.report import notices
@@ -260,7 +260,7 @@ def _checkpoints(run: RunData) -> str:
     if not run.checkpoints:
         return ""
     rows = [
-        [each.name, f"{each.step:,}", in_words(each.num_bytes), "best" if each.is_best else ""]
+        [each.name, f"{each.step:,}", format_bytes(each.num_bytes), "best" if each.is_best else ""]
         for each in run.checkpoints
     ]
     last = run.checkpoints[-1].name

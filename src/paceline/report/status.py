@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
-from paceline.core.counts import is_count
+from paceline.core.counts import is_count, is_number
 from paceline.core.journal import JOURNAL_FILE
 from paceline.core.ledger import ACTIVITIES, PREFIX
 from paceline.core.lineage import KEY
@@ -163,10 +163,10 @@ def _points_of(run: RunData, first: int) -> list[tuple[float, float, float]]:
     points = [(began, float(first), 0.0)] if began is not None else []
     for row in run.rows:
         moment, tokens = row.get("time"), row.get("num_input_tokens_seen")
-        if not _is_number(moment) or row["step"] <= first:
+        if not is_number(moment) or row["step"] <= first:
             continue
         if began is None or moment >= began:
-            points.append((float(moment), float(row["step"]), float(tokens) if _is_number(tokens) else 0.0))
+            points.append((float(moment), float(row["step"]), float(tokens) if is_number(tokens) else 0.0))
     if len(points) < 3 and began is not None and len(run.updates):
         try:
             written = (run.folder / JOURNAL_FILE).stat().st_mtime
@@ -195,7 +195,7 @@ def _losses(run: RunData) -> list[float]:
     counted = run.updates[run.updates["is_counted"] != 0]
     values = counted["loss"]
     if not len(counted):
-        values = np.array([float(row["loss"]) for row in run.rows if _is_number(row.get("loss"))])
+        values = np.array([float(row["loss"]) for row in run.rows if is_number(row.get("loss"))])
     values = values[np.isfinite(values)]
     if len(values) > MOST_LOSSES:
         edges = np.linspace(0, len(values), MOST_LOSSES + 1).astype(int)
@@ -217,7 +217,7 @@ def _times(run: RunData) -> dict[str, float]:
     for row in run.rows:
         for name in ACTIVITIES:
             value = row.get(PREFIX + name)
-            if _is_number(value) and math.isfinite(value):
+            if is_number(value):
                 totals[name] += float(value)
     known = {name: seconds for name, seconds in totals.items() if seconds > 0}
     return dict(sorted(known.items(), key=lambda item: -item[1]))
@@ -239,12 +239,8 @@ def _warnings(run: RunData, end: Mapping[str, Any], state: str, passed: float | 
 
 
 def _last(run: RunData, key: str) -> float | None:
-    values = (row[key] for row in reversed(run.rows) if _is_number(row.get(key)))
+    values = (row[key] for row in reversed(run.rows) if is_number(row.get(key)))
     return next((float(value) for value in values), None)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _seconds_of_time(value: object) -> float | None:

@@ -10,7 +10,7 @@ from small_models import Tagger, make_trainer, tagging
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.core.training_memory import as_text
+from paceline.core.byte_sizes import format_mib
 from paceline.pytorch.distributed.memory_report import find_activations, recording
 
 VOCABULARY, WIDTH = 512, 16
@@ -76,7 +76,7 @@ def test_options_in_use_are_not_offered(tmp_path: Path) -> None:
 def test_steps_inside_the_backward_pass_hold_the_largest_gradient(tmp_path: Path) -> None:
     text = notes_of(tmp_path, Deep(), optimizer_in_backward=True, max_grad_norm=0)
     largest = VOCABULARY * WIDTH * 4
-    assert f"gradients {as_text(largest)}" in " ".join(text.split())
+    assert f"gradients {format_mib(largest)}" in " ".join(text.split())
     assert "optimizer_in_backward" not in text
     assert "optimizer_in_backward" not in notes_of(tmp_path, Deep(), gradient_accumulation_steps=2)
 

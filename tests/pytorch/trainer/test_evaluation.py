@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline import EvalPrediction, Trainer, TrainerCallback
-from paceline.callbacks.memory import format_bytes
+from paceline.core.byte_sizes import format_memory
 from paceline.core.outputs import EvalLoopOutput
 from paceline.core.streaming import F1, Accuracy, Mean, MetricGroup, Perplexity
 from paceline.pytorch.evaluation.loss_sum import LossSum
@@ -283,7 +283,7 @@ def test_what_a_language_model_will_keep_is_said_before_the_first_batch(
     trainer.predict(data)
     assert counts[0] == 1
     messages = [r.getMessage() for r in caplog.records if "eval_spill_gb" in r.getMessage()]
-    assert f"about {format_bytes(4 * expected)} of predictions (4 batches of {format_bytes(expected)})" in messages[0]
+    assert f"about {format_memory(4 * expected)} of predictions (4 batches of {format_memory(expected)})" in messages[0]
     # and once more only where the outputs are a good deal more: T5 returns what its encoder made as well
     assert len(messages) == (2 if kind == "t5" else 1)
 
@@ -314,7 +314,7 @@ def test_what_will_be_kept_is_said_before_the_second_batch(tmp_path: Path, caplo
     assert batches == [0, 1, 1, 1, 1]
     # 4 logits in float32 and a label in int64
     message = next(r.getMessage() for r in caplog.records if "eval_spill_gb" in r.getMessage())
-    assert "1.17 kB of predictions (5 batches of 240 B)" in message
+    assert "1.17 KiB of predictions (5 batches of 240 B)" in message
     for remedy in ("preprocess_logits_for_metrics", "streaming metric", "prediction_loss_only"):
         assert remedy in message
     caplog.clear()

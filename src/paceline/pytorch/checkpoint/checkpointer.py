@@ -18,7 +18,7 @@ from paceline.checkpoint import folders
 from paceline.checkpoint.layout import DATA, OPTIMIZER, OPTIMIZER_FOLDER, PRECISION, RNG, SCHEDULER, is_sharded
 from paceline.checkpoint.resuming import STATE_FILE, announce_resume, report_changes
 from paceline.checkpoint.retention import Retention, rotate
-from paceline.checkpoint.space import in_words
+from paceline.core.byte_sizes import format_bytes
 from paceline.core.callback_states import restore_callback_states
 from paceline.core.events import CallbackHandler
 from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
@@ -339,7 +339,7 @@ class Checkpointer:
         available = available_host_memory()
         needed = num_bytes - saves.buffers.num_bytes
         if available is not None and 1.25 * needed > available:
-            return f"a copy needs {in_words(needed)} of host memory, and {in_words(available)} are available"
+            return f"a copy needs {format_bytes(needed)} of host memory, and {format_bytes(available)} are available"
         return None
 
     # ---- parts of a checkpoint

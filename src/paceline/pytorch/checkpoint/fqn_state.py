@@ -24,7 +24,7 @@ from paceline.core.optional import LateModule
 from paceline.pytorch.checkpoint.files import has_weights, take_state
 from paceline.pytorch.checkpoint.tensors import CheckpointError, load_json, load_tensors, save_json
 from paceline.pytorch.checkpoint.weights import EXTRA_STATE_NAME, read_weights
-from paceline.pytorch.distributed.tensor_parts import is_dtensor
+from paceline.pytorch.model.tensor_parts import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor

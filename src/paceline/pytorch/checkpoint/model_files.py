@@ -25,8 +25,8 @@ from paceline.pytorch.checkpoint.safetensors_file import DTYPES
 from paceline.pytorch.checkpoint.saves import Job, Saves
 from paceline.pytorch.distributed.collectives import gather_objects, portable
 from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.distributed.tensor_parts import is_dtensor, whole
 from paceline.pytorch.distributed.world import World
+from paceline.pytorch.model.tensor_parts import is_dtensor, whole
 
 if TYPE_CHECKING:
     from paceline.pytorch.checkpoint import streaming

@@ -28,8 +28,8 @@ from paceline.pytorch.checkpoint.metadata import read_metadata
 from paceline.pytorch.checkpoint.tensors import CheckpointError, load_stream, open_file, plain_values
 from paceline.pytorch.checkpoint.torch_files import FilePart
 from paceline.pytorch.distributed.collectives import gather_objects, on_first, sum_ints
-from paceline.pytorch.distributed.tensor_parts import local_part
 from paceline.pytorch.distributed.world import World
+from paceline.pytorch.model.tensor_parts import local_part
 
 Flat = dict[str, Any]
 Paths = dict[str, tuple[str | int, ...]]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
-from paceline.checkpoint.space import in_words
+from paceline.core.byte_sizes import format_bytes
 from paceline.core.fingerprint import fingerprint
 from paceline.core.signals import StopSignals
 from paceline.pytorch.data.indexed import IndexedLoader
@@ -194,7 +194,7 @@ class CacheMaker:
                 size += self._together(partial(self._make_part, part, batches))
         there = share_object(world, store.find_missing() if world.is_first else None)
         self._together(lambda: self._check_shared(there))
-        logger.info("The logits of this process take %s.", in_words(size))
+        logger.info("The logits of this process take %s.", format_bytes(size))
 
     def _together(self, action: Callable[[], Any]) -> Any:
         """Runs an action on each process; if it fails on one, all of them raise its error."""

@@ -22,8 +22,8 @@ from paceline.core.optional import require
 from paceline.pytorch.distributed.deepspeed_state import PartitionedOptimizer, Partitions
 from paceline.pytorch.distributed.precision import CastWeights, narrow
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
-from paceline.pytorch.distributed.tensor_parts import differing_names
 from paceline.pytorch.distributed.world import has_group
+from paceline.pytorch.model.tensor_parts import differing_names
 
 # elementwise optimizers of torch.optim: stepping a flat part of a parameter gives the same values as stepping it whole
 ELEMENTWISE = {"Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}

@@ -34,7 +34,7 @@ from paceline.pytorch.distributed.shard_precision import (
     warn_of_short_weights,
 )
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
-from paceline.pytorch.distributed.tensor_parts import map_tensors, whole
+from paceline.pytorch.model.tensor_parts import map_tensors, whole
 
 logger = logging.getLogger(__name__)
 

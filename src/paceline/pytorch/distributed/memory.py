@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.training_memory import Memory
-from paceline.pytorch.distributed.tensor_parts import local_part
+from paceline.pytorch.model.tensor_parts import local_part
 
 
 def count_memory(model: nn.Module, optimizer: object) -> Memory:

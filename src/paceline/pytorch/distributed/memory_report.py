@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.byte_sizes import format_mib
 from paceline.core.optional import LateModule
-from paceline.core.training_memory import Memory, as_text
+from paceline.core.training_memory import Memory
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.distributed.memory import count_memory
 from paceline.pytorch.distributed.strategy import is_out_of_memory
@@ -143,7 +144,7 @@ def describe(situation: Situation) -> str:
 def table(rows: Sequence[tuple[str, int]]) -> list[str]:
     """Returns aligned lines of names and sizes."""
     width = max(len(name) for name, _ in rows)
-    return [f"  {name:<{width}}  {as_text(size):>14}" for name, size in rows]
+    return [f"  {name:<{width}}  {format_mib(size):>14}" for name, size in rows]
 
 
 def estimates(situation: Situation) -> Iterator[tuple[str, int]]:

@@ -29,10 +29,10 @@ from paceline.pytorch.distributed.last_stage import LastStage, Looking
 from paceline.pytorch.distributed.pipeline_window import WindowLosses, check_own
 from paceline.pytorch.distributed.stages import Stage, make_stages, owners_of
 from paceline.pytorch.distributed.strategy import Prepared, SingleDevice
-from paceline.pytorch.distributed.tensor_parts import differing_names, map_tensors
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.model.loss import LossNormalizer
 from paceline.pytorch.model.objective import compute_loss_with_outputs
+from paceline.pytorch.model.tensor_parts import differing_names, map_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from paceline.core.optional import require
 from paceline.pytorch.data.prefetch import move_to_device, tensors_in
 from paceline.pytorch.distributed.fsdp import find_units
 from paceline.pytorch.distributed.strategy import Prepared, SingleDevice
-from paceline.pytorch.distributed.tensor_parts import map_tensors
 from paceline.pytorch.distributed.xla_runtime import EXTRA, is_distributed
+from paceline.pytorch.model.tensor_parts import map_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.core.events import TrainerCallback
 from paceline.pytorch.distributed.collectives import gather_objects, share_object
 from paceline.pytorch.distributed.random import preserved_rng
-from paceline.pytorch.distributed.tensor_parts import whole
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.doctor.findings import ERROR, NOTE, Diagnosis, Finding
+from paceline.pytorch.model.tensor_parts import whole
 from paceline.pytorch.parts import copy_of
 from paceline.pytorch.short_runs import trial_run
 

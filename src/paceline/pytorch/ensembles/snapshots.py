@@ -19,7 +19,7 @@ from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.checkpoint.files import save_model
-from paceline.pytorch.distributed.tensor_parts import is_dtensor
+from paceline.pytorch.model.tensor_parts import is_dtensor
 
 logger = logging.getLogger(__name__)
 

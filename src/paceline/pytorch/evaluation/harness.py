@@ -14,8 +14,8 @@ from paceline.args.errors import UnsupportedOption
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import require
 from paceline.core.state import TrainerState
-from paceline.pytorch.distributed.tensor_parts import is_dtensor
 from paceline.pytorch.evaluation.samples import EvaluationTools
+from paceline.pytorch.model.tensor_parts import is_dtensor
 
 __all__ = ["EvaluationHarness"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.callbacks.memory import format_bytes
+from paceline.core.byte_sizes import format_memory
 from paceline.core.disk_buffer import DiskBuffer
 from paceline.core.outputs import EvalPrediction
 from paceline.core.rows import RowCollector, map_nest
@@ -198,10 +198,10 @@ def announce(disk_buffer: DiskBuffer, batch_bytes: int | None, num_batches: int 
         "This evaluation keeps about %s of predictions (%d batches of %s); past %s (eval_spill_gb) it goes to "
         "%s (%s free). To keep less: reduce them batch by batch with preprocess_logits_for_metrics, give a "
         "streaming metric as compute_metrics, or set prediction_loss_only=True.",
-        format_bytes(expected),
+        format_memory(expected),
         num_batches,
-        format_bytes(batch_bytes),
-        format_bytes(limit),
+        format_memory(batch_bytes),
+        format_memory(limit),
         disk_buffer.folder,
-        format_bytes(shutil.disk_usage(disk_buffer.folder).free),
+        format_memory(shutil.disk_usage(disk_buffer.folder).free),
     )

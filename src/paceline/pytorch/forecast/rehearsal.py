@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from paceline.core.optional import LateModule
 from paceline.pytorch.distributed.memory import count_state, total
 from paceline.pytorch.distributed.memory_report import recording, tensors_of
-from paceline.pytorch.distributed.tensor_parts import is_dtensor
+from paceline.pytorch.model.tensor_parts import is_dtensor
 from paceline.pytorch.short_runs.module_memory import KINDS, TOTAL, make_tracker, on_device
 
 fake_tensor: Any = LateModule("torch._subclasses.fake_tensor")

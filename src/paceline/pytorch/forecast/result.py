@@ -10,8 +10,8 @@ from typing import Any
 from paceline.args.plan import Plan
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.space import SMALL_FILES_BYTES
+from paceline.core.byte_sizes import format_mib
 from paceline.core.journal import FORMAT
-from paceline.core.training_memory import as_text
 from paceline.pytorch.forecast.rehearsal import StepMemoryEstimate
 
 LOG_ROW = 250  # bytes of a row of log.jsonl, about
@@ -131,24 +131,25 @@ class Forecast:
         if self.memory is None:
             return [f"memory     not known: {self.memory_note}"]
         found = self.memory
-        state = "optimizer unknown" if found.optimizer is None else f"optimizer {as_text(found.optimizer)}"
+        state = "optimizer unknown" if found.optimizer is None else f"optimizer {format_mib(found.optimizer)}"
         lines = [
-            f"memory     peak of a step {as_text(found.peak)} on each process, without the framework's own",
-            f"           parameters {as_text(found.parameters)}, gradients {as_text(found.gradients)}, {state},",
-            f"           activations {as_text(found.activations)} per micro-batch, logits {as_text(found.logits)}",
+            f"memory     peak of a step {format_mib(found.peak)} on each process, without the framework's own",
+            f"           parameters {format_mib(found.parameters)}, gradients {format_mib(found.gradients)}, {state},",
+            f"           activations {format_mib(found.activations)} per micro-batch, "
+            f"logits {format_mib(found.logits)}",
         ]
         return lines + ([f"           {self.memory_note}"] if self.memory_note else [])
 
     def _disk(self) -> list[str]:
         disk = self.disk
-        logs = f"journal {as_text(disk.journal)}, log about {as_text(disk.log)}"
+        logs = f"journal {format_mib(disk.journal)}, log about {format_mib(disk.log)}"
         if disk.num_saves == 0:
             return [f"disk       no checkpoints; {logs}"]
-        size = "of unknown size" if disk.checkpoint is None else f"of about {as_text(disk.checkpoint)}"
+        size = "of unknown size" if disk.checkpoint is None else f"of about {format_mib(disk.checkpoint)}"
         kept = "a number that depends on metrics" if disk.num_kept is None else f"at most {disk.num_kept:,}"
-        total = "" if disk.total is None else f"; about {as_text(disk.total)} in all"
+        total = "" if disk.total is None else f"; about {format_mib(disk.total)} in all"
         checkpoints = "checkpoint" if disk.num_kept == 1 else "checkpoints"
-        return [f"disk       {kept} {checkpoints} {size} (weights {as_text(disk.weights)}) at once; {logs}{total}"]
+        return [f"disk       {kept} {checkpoints} {size} (weights {format_mib(disk.weights)}) at once; {logs}{total}"]
 
     def _evaluation(self) -> str:
         found = self.evaluations

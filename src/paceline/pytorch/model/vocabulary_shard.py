@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import LateModule
+from paceline.pytorch.model.tensor_parts import is_dtensor
 
 tensors: Any = LateModule("torch.distributed.tensor")
 
@@ -67,11 +68,6 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return slope[..., ctx.shard.start : ctx.shard.start + ctx.number].contiguous(), None
-
-
-def is_dtensor(value: object) -> bool:
-    """Returns True for a DTensor. Does not import torch's module of it, which takes 0.4 s."""
-    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)  # also of a parameter that is one
 
 
 def is_split(head: nn.Module) -> bool:

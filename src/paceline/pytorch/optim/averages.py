@@ -30,7 +30,7 @@ from paceline.core.schedules import Settled
 from paceline.pytorch.data.loading import is_stream, loader_length
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.distributed.tensor_parts import is_dtensor, local_part
+from paceline.pytorch.model.tensor_parts import is_dtensor, local_part
 from paceline.pytorch.optim.schedulers import MultiplierLR
 
 if TYPE_CHECKING:

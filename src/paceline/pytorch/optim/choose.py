@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from paceline.core.byte_sizes import format_memory
+
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu", "hpu"})
 """Device types for which torch has a fused AdamW."""
 
@@ -54,11 +56,12 @@ def choose_optimizer(model: nn.Module) -> Choice:
     if free is None:
         facts = f"{dtypes} on {device.type}; how much memory is free is not known"
     else:
-        facts = f"{dtypes} on {device.type}; its moments and the gradients take {_gib(needed)} of {_gib(free)} free"
+        taken = f"{format_memory(needed)} of {format_memory(free)}"
+        facts = f"{dtypes} on {device.type}; its moments and the gradients take {taken} free"
         if needed > _MEMORY_SHARE * free:
             reason = (
                 f"Adafactor keeps row and column means instead of AdamW's two moments per weight: {dtypes} on "
-                f"{device.type}, where those and the gradients would take {_gib(needed)} of {_gib(free)} free"
+                f"{device.type}, where those and the gradients would take {taken} free"
             )
             return Choice("adafactor", reason)
     return Choice("adamw_torch_fused", f"fused AdamW: {facts}{_rounding_note(trainable)}")
@@ -99,7 +102,3 @@ def _available_host_memory() -> int | None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"

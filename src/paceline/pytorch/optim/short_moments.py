@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.pytorch.distributed.tensor_parts import is_dtensor
+from paceline.pytorch.model.tensor_parts import is_dtensor
 
 MOMENTS = frozenset(
     (

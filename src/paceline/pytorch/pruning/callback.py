@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.args.errors import UnsupportedOption, wrong_value
 from paceline.core.events import TrainerCallback
 from paceline.core.optional import LateModule, require
-from paceline.pytorch.distributed.tensor_parts import is_dtensor, local_part, whole
+from paceline.pytorch.model.tensor_parts import is_dtensor, local_part, whole
 from paceline.pytorch.optim.layerwise import steps_in_backward
 from paceline.pytorch.pruning.masks import CHANNEL, HEAD, TWO_OF_FOUR, UNITS, WEIGHT, Target, find_targets, masks_of
 

@@ -20,9 +20,9 @@ from paceline.args.regularizers import SAM
 from paceline.pytorch.data.batches import recast
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import total_norm
-from paceline.pytorch.distributed.tensor_parts import is_dtensor
 from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine
+from paceline.pytorch.model.tensor_parts import is_dtensor
 from paceline.pytorch.optim.layerwise import steps_in_backward
 from paceline.pytorch.regularizers.passes import Context, RegularizerPass
 from paceline.pytorch.sync import RunWindow

@@ -117,7 +117,7 @@ def replay(
         held = f"steps {min(steps)} to {max(steps)}" if steps else "nothing"
         raise ValueError(f"step={step} is not in {folder / JOURNAL_FILE}, which holds {held}.")
     start = newest_before(folder, step)
-    first = 1 if start is None else step_of(start) + 1
+    first = 1 if start is None else folders.step_of(start) + 1
     source = start.name if start is not None else "the beginning"
     say(f"Replaying optimizer steps {first:,} to {step:,} from {source}.")
     with tempfile.TemporaryDirectory(prefix="paceline-replay-") as temporary:
@@ -167,14 +167,9 @@ def place_of(row: UpdateRow) -> str:
 def newest_before(folder: Path, step: int) -> Path | None:
     """Returns the newest valid checkpoint of the run before `step`; None if there is none."""
     for checkpoint in reversed(folders.own_checkpoints(folder)[0]):
-        if step_of(checkpoint) < step:
+        if folders.step_of(checkpoint) < step:
             problems = folders.verify(checkpoint)
             if not problems:
                 return checkpoint
             logger.warning("%s is passed over: %s", checkpoint, "; ".join(problems[:3]))
     return None
-
-
-def step_of(checkpoint: Path) -> int:
-    """Returns the `global_step` in a checkpoint's name."""
-    return int(checkpoint.name.rsplit("-", 1)[1])

@@ -8,8 +8,8 @@ from torch import nn
 
 from paceline.pytorch.distributed.precision import Precision
 from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.distributed.tensor_parts import differing_names, local_part, map_tensors, whole
 from paceline.pytorch.distributed.world import World
+from paceline.pytorch.model.tensor_parts import differing_names, local_part, map_tensors, whole
 
 
 class Tied(nn.Module):
