@@ -105,6 +105,12 @@ class TakesCount(Tagger):
         return super().forward(input_ids, labels)
 
 
+def needs_count(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """A `compute_loss_func` that cannot be called without a count."""
+    logits = outputs["logits"].flatten(0, 1)
+    return functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+
+
 def answers() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(2)
     places = torch.randint(0, 7, (len(DATA), 2), generator=generator)
@@ -124,6 +130,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
     "a mean over shifted targets": lambda: (Tagger(shifted=True), DATA, {}),
     "compute_loss divides": lambda: (TakesCount(), DATA, {"cls": Divides}),
     "compute_loss divides and multiplies": lambda: (TakesCount(), DATA, {"cls": Multiplies}),
+    "compute_loss_func needs the count": lambda: (TakesCount(), DATA, {"compute_loss_func": needs_count}),
     "compute_loss gathers": lambda: (
         TakesCount(),
         weighted(),

@@ -307,6 +307,16 @@ def test_a_multiple_that_cannot_be_seen_is_said(mean: Tensor | None, caplog: pyt
     assert "whether it multiplies by the number of processes too could not be seen" in caplog.text
 
 
+@pytest.mark.parametrize("mean", [None, torch.tensor(0.0), torch.tensor(14.0)])
+def test_a_loss_function_that_needs_the_count_is_multiplied_as_any_other(mean: Tensor | None) -> None:
+    """As transformers does for every `compute_loss_func`, but not for an overridden `compute_loss`."""
+    rule, batches = LossNormalizer(["labels"]), [batch_of([3, 6, 1, 2])]
+    rule.scaled_factor, rule.calls_function = 2.0, True
+    look(rule, lambda b, n: mean if n is None else total_of(b, n), batches, torch.tensor(30))  # type: ignore[return-value]
+    assert (rule.is_scaled, rule.is_multiplied) == (True, False)
+    assert rule.factor(rule.count(batches[0]), 30) == 2
+
+
 def test_a_loss_that_its_author_averages_is_used_as_it_is() -> None:
     rule = LossNormalizer(["labels"])
     rule.scaled_factor = 2.0

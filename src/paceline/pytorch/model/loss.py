@@ -76,6 +76,8 @@ class LossNormalizer:
         reduction: the assumed reduction of the returned loss.
         is_scaled: the loss is divided by `num_items_in_batch`; None: not known yet.
         passes_count: the Trainer has passed the count to the model or `compute_loss_func`.
+        calls_function: `compute_loss_func` is called. As in Hugging Face Trainer, it need not multiply its loss by the
+            number of processes; an overridden `compute_loss` has to there.
         scaled_factor: the factor of a loss that is already divided for the whole optimizer step: the number of
             processes, if it is divided by their global count and gradients are averaged.
     """
@@ -102,6 +104,7 @@ class LossNormalizer:
         self.is_averaged_by_author = False
         self._candidates = self.candidates = make_candidates(pad_token_id)
         self.passes_count = False
+        self.calls_function = False
         self.is_made_here = False  # the loss is computed outside the model
         self._said: set[str] = set()  # each message is logged once
         self.begin()
@@ -414,10 +417,12 @@ class LossNormalizer:
         """Sets `is_multiplied` by the ratios of the loss divided by the number of its own targets to the loss without
         a count.
         """
-        if not self.passes_count and self.scaled_factor != 1 and multiples and multiples != {1.0}:
+        is_shared = self.scaled_factor != 1 and bool(multiples) and not self.passes_count
+        is_seen = multiples == {round(self.scaled_factor, 2)}
+        if is_shared and multiples != {1.0} and (is_seen or not self.calls_function):
             # an overridden compute_loss may multiply by the number of processes, as Hugging Face Trainer requires
             self.is_multiplied = True
-            if multiples != {round(self.scaled_factor, 2)}:
+            if not is_seen:
                 self._warn(
                     "compute_loss divides by num_items_in_batch; whether it multiplies by the number of processes too "
                     "could not be seen",
