@@ -79,6 +79,18 @@ class Multiplies(Divides):
     multiple = int(os.environ.get("WORLD_SIZE", 1))
 
 
+class MultipliesAlways(Divides):
+    """... in evaluations too, as code written for transformers does."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
 class Gathers(Trainer):
     """An own loss that gathers, as those of TRL do, and is divided by the count; some samples weigh nothing."""
 
@@ -130,6 +142,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
     "a mean over shifted targets": lambda: (Tagger(shifted=True), DATA, {}),
     "compute_loss divides": lambda: (TakesCount(), DATA, {"cls": Divides}),
     "compute_loss divides and multiplies": lambda: (TakesCount(), DATA, {"cls": Multiplies}),
+    "compute_loss always multiplies": lambda: (TakesCount(), DATA, {"cls": MultipliesAlways}),
     "compute_loss_func needs the count": lambda: (TakesCount(), DATA, {"compute_loss_func": needs_count}),
     "compute_loss gathers": lambda: (
         TakesCount(),

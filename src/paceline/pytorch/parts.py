@@ -176,8 +176,8 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
     if trainer.world.is_distributed:
         distributed = importlib.import_module("paceline.pytorch.evaluation.distributed")  # unused with one process
         name = "PipelineEvaluation" if trainer.strategy.runs_windows else "DistributedEvaluation"
-        own = {"world": trainer.world, "signals": signals, "compute_loss": trainer.compute_loss}
-        kind = partial(getattr(distributed, name), **own)
+        own: dict[str, Any] = {"world": trainer.world, "signals": signals, "compute_loss": trainer.compute_loss}
+        kind = partial(getattr(distributed, name), **own, objective=trainer.objective)
     given = {
         "model": trainer.strategy.evaluation_model(trainer.model_wrapped),
         "strategy": trainer.strategy,

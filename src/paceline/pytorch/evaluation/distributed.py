@@ -7,6 +7,7 @@ and if the run was asked to stop, so no process waits for one that has ended.
 from __future__ import annotations
 
 import copy
+import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,9 +25,18 @@ from paceline.pytorch.evaluation.loss_sum import LossSum
 from paceline.pytorch.evaluation.prediction_buffer import EvaluationOptions, PredictionBuffer, to_host
 from paceline.pytorch.evaluation.predictor import EvaluationLoop
 from paceline.pytorch.model.loss import Counts, LossNormalizer
+from paceline.pytorch.model.objective import Objective
 from paceline.pytorch.model.reductions import Observation
 from paceline.pytorch.probes.loss import LossProbe, Part
 
+logger = logging.getLogger(__name__)
+
+MULTIPLE_TOLERANCE = 0.02  # relative; above the rounding error of a loss in 16 bits
+UNKNOWN_MULTIPLE = (
+    "Whether compute_loss multiplies by the number of processes in an evaluation could not be seen, as without "
+    "num_items_in_batch its loss is no mean: the losses are used as they are, and are too high by that factor if it "
+    "does. Multiply only if model.training is set."
+)
 CHUNK_BYTES = 2**26  # maximum bytes of predictions that a process sends at a time
 
 Rows = dict[str, Any]
@@ -102,6 +112,7 @@ class DistributedEvaluation(EvaluationLoop):
         world: the processes.
         signals: stop requests of the training in progress, which are synchronized; None outside of training.
         compute_loss: the Trainer's, bound; an override may run collectives, so all processes call it equally often.
+        objective: calls the model; passes `num_items_in_batch`.
         options: arguments of `EvaluationLoop`.
     """
 
@@ -111,12 +122,17 @@ class DistributedEvaluation(EvaluationLoop):
         world: World,
         signals: StopSignals | None,
         compute_loss: Callable[..., Any],
+        objective: Objective,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.world = world
         self.signals = signals
         self.compute_loss = compute_loss
+        self.objective = objective
+        makes_loss = objective.has_function or not is_ours(compute_loss)
+        # transformers lets an overridden compute_loss multiply by the number of processes
+        self._asks_multiple = makes_loss and objective.wants_num_items and self.strategy.mesh.data_size > 1
         # of ranks that read the same data, only the leader contributes results
         self._is_leader = self.strategy.mesh.is_data_leader(world.process_index)
         self._dummy_batch: Any = None
@@ -163,6 +179,9 @@ class DistributedEvaluation(EvaluationLoop):
         loss_only: bool,
         ignore_keys: list[str] | None,
     ) -> tuple[Rows, int]:
+        if self._asks_multiple:
+            self._asks_multiple = False
+            self._observe_multiple(batch)
         if batch is None:
             if self._looks:
                 self._observe_nothing()
@@ -171,6 +190,24 @@ class DistributedEvaluation(EvaluationLoop):
             return {}, 0
         self._dummy_batch = copy.copy(self.name_inputs(batch)) if self._needs_dummy else None
         return super()._take(batch, total, kept, loader, loss_only, ignore_keys)
+
+    def _observe_multiple(self, batch: Any) -> None:
+        """Finds out if user code multiplies a loss that it divides by the count by the number of processes."""
+        ratio = 0.0
+        if batch is not None or self._needs_dummy:
+            inputs = self._dummy_batch if batch is None else self.name_inputs(batch)
+            part = Part(copy.copy(inputs), self.rule.count(inputs))
+            probe = LossProbe(
+                self.model, self._loss_of, must_match=self.waits_for_others, owners=[self.prediction_step]
+            )
+            ratio = probe.ratio_of_counted(part, self.objective.without_count)
+        ratios = [each for each in gather_objects(self.world, ratio if batch is not None else 0.0) if each]
+        for number in {self.strategy.mesh.data_size, self.world.world_size}:
+            if ratios and all(abs(each / number - 1) < MULTIPLE_TOLERANCE for each in ratios):
+                self.multiple = float(number)
+        is_one = bool(ratios) and all(abs(each - 1) < MULTIPLE_TOLERANCE for each in ratios)
+        if self.multiple == 1 and not is_one and not self.objective.has_function:
+            logger.warning(UNKNOWN_MULTIPLE)
 
     def _observe_nothing(self) -> None:
         """Takes part in the collectives of the other processes' probe."""

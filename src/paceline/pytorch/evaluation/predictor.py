@@ -77,6 +77,7 @@ class EvaluationLoop:
         probes: find out the reduction of the loss by further passes.
     """
 
+    multiple = 1.0  # the factor by which user code has multiplied the losses; they are divided by it
     waits_for_others = False  # True if passes run collectives, so that all processes must make the same number
 
     model: nn.Module
@@ -204,6 +205,7 @@ class EvaluationLoop:
             loss, logits, labels = self._step(batch, loss_only, ignore_keys)
         if loss is not None:
             loss = loss.detach().mean()
+            loss = loss if self.multiple == 1 else loss / self.multiple
             total.add(loss, counts, num_items)
         if logits is not None and self.preprocess_logits is not None:
             logits = self.preprocess_logits(logits, labels)

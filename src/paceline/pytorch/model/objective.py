@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +101,15 @@ class Objective:
         if torch.is_grad_enabled():
             return read_loss(outputs, inputs), outputs
         return find_loss(outputs), outputs
+
+    @contextmanager
+    def without_count(self) -> Iterator[None]:
+        """Context in which no loss is given `num_items_in_batch`."""
+        wanted, self.wants_num_items = self.wants_num_items, False
+        try:
+            yield
+        finally:
+            self.wants_num_items = wanted
 
     def with_logits(self) -> AbstractContextManager[None]:
         """Returns a context in which the model's logits are computed, for callers that read them."""

@@ -14,7 +14,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,6 +151,20 @@ class LossProbe:
             if added:
                 found.append(Observation(ignored=tuple(dict.fromkeys(item.ignore_index for item in added))))
             return found if rule.is_certain else found + self._test_sum(parts, found, num_items)
+
+    def ratio_of_counted(self, part: Part, without_count: Callable[[], AbstractContextManager[None]]) -> float:
+        """Returns the ratio of the loss of a batch with its count to that without one; 0.0 if one of them is unknown.
+
+        Args:
+            part: the batch.
+            without_count: returns the context in which no count is passed.
+        """
+        with undoing([self.model, *self.owners]), leaving_no_trace(self.model):
+            counted = self._repeatable(part, None)
+            with without_count():
+                mean = self._repeatable(part, None)
+        ratio = counted / mean if counted and mean else 0.0
+        return ratio if math.isfinite(ratio) else 0.0
 
     def _candidates(self, rule: LossNormalizer) -> tuple[LossReduction, ...]:
         """Returns those of the rule, and those with target values that the passes so far may have ignored."""
