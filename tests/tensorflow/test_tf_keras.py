@@ -240,6 +240,39 @@ def test_a_loss_function_of_the_trainer_that_couples_samples_is_warned_of(
         assert ("couples the samples of a batch" in say(caplog)) == is_told
 
 
+def mean_over_targets(outputs: Any, labels: Any) -> Any:
+    """The mean over samples of each one's mean over the targets that are not -100."""
+    kept = tf.cast(labels != -100, tf.float32)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(labels, 0), outputs)
+    return tf.reduce_mean(tf.reduce_sum(losses * kept, 1) / tf.reduce_sum(kept, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_looks_like_a_sum_in_the_first_steps_is_warned_of_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    """All targets of the first optimizer step count, as do all of the first batch of the evaluation."""
+    rng = np.random.default_rng(0)
+    inputs, labels = rng.normal(size=(12, 5, 3)).astype(np.float32), rng.integers(0, 4, (12, 5))
+    labels[5::2, 2:] = -100
+    for number, count in (("right", 4), ("wrong", 12)):
+        trainer = make_trainer(
+            tmp_path / number,
+            keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(4)]),
+            (inputs[:count], labels[:count]),
+            eval_dataset=(inputs[:count], labels[:count]),
+            compute_loss_func=mean_over_targets,
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=4 * size,
+            gradient_accumulation_steps=4 // size,
+            train_sampling_strategy="sequential",
+        )
+        for run, told in ((trainer.train, "An optimizer step of"), (trainer.evaluate, "The loss of an evaluation of")):
+            caplog.clear()
+            run()
+            assert (told in say(caplog)) == (number == "wrong")
+
+
 def test_losses_of_layers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With and without labels; `fit` and `evaluate` leave labels aside, too."""
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from paceline.tensorflow.data.batches import map_leaves, rows, size_of, split_weights
+import numpy as np
+
+from paceline.tensorflow.data.batches import map_leaves, rows, size_of, split_weights, to_array
 from paceline.tensorflow.framework import tf
-from paceline.tensorflow.objective import NUM_COUNTS, Objective, Share, count
+from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +23,62 @@ logger = logging.getLogger(__name__)
 TOLERANCE, HALF_TOLERANCE = 2e-5, 3e-2
 
 
-def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int) -> None:
-    """Warns if the loss of a batch differs from the sum over two parts of it.
+OF_STEP = (
+    "An optimizer step of %d parts (micro-batches x replicas) is that of its parts, not of the whole batch. Use "
+    "gradient_accumulation_steps=1 on one replica, or a loss with an entry per sample."
+)
+OF_EVALUATION = (
+    "The loss of an evaluation of %d or more parts (batches x replicas) depends on the size of its batches. Use a loss "
+    "with an entry per sample."
+)
+
+
+class CouplingCheck:
+    """Checks batches 1, 2, 4, 8, ... of a run or an evaluation, until a warning: one without a target that is left out
+    shows nothing.
+
+    Args:
+        remedy: the end of the warning, with a place for the number of parts.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        self.remedy = remedy
+        self.num_seen = 0
+        self._is_told = False
+
+    def see(self, objective: Objective, batches: Sequence[Any], num_parts: int) -> None:
+        """Checks the batches of an optimizer step, or of an evaluation so far, if their number is due.
+
+        Args:
+            objective: prepared for batches like these.
+            batches: (features, labels) on the host.
+            num_parts: micro-batches times replicas of an optimizer step.
+        """
+        self.num_seen += 1
+        if self._is_told or self.num_seen & (self.num_seen - 1):
+            return
+        batch = choose(batches)
+        self._is_told = batch is not None and is_coupled(objective, batch, num_parts, self.remedy)
+
+
+def choose(batches: Sequence[Any]) -> Any:
+    """Returns the batch of several samples with the fewest targets per sample; of single samples, two as one batch."""
+    several = [batch for batch in batches if size_of(batch[0]) > 1]
+    if several:
+        return min(several, key=lambda batch: count(*batch)[TOKENS] / size_of(batch[0]))
+    return join(*batches[:2]) if len(batches) > 1 else None
+
+
+def join(first: Any, second: Any) -> Any:
+    """Returns two batches as one; None if their shapes differ."""
+    try:
+        return tf.nest.map_structure(lambda *both: np.concatenate([to_array(leaf) for leaf in both]), first, second)
+    except (ValueError, TypeError):
+        return None
+
+
+def is_coupled(objective: Objective, batch: tuple[Any, Any], num_parts: int, remedy: str) -> bool:
+    """Warns, and returns True, if the loss of a batch differs from the sum over two parts of it.
 
     Costs one forward pass in inference mode. A loss that normalizes itself, or that the model computes, is not checked.
 
@@ -29,12 +86,13 @@ def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int)
         objective: prepared for batches like this one.
         batch: (features, labels) on the host.
         num_parts: micro-batches times replicas of an optimizer step.
+        remedy: the end of the warning, with a place for `num_parts`.
     """
     features, labels = batch
     size = size_of(features)
     names = names_of(objective)
     if not names or labels is None or size < 2:
-        return
+        return False
     features, labels = map_leaves(tf.convert_to_tensor, features), map_leaves(tf.convert_to_tensor, labels)
     outputs = objective.call(features, False, {})
     is_half = any(leaf.dtype.size < 4 for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf))
@@ -45,17 +103,16 @@ def check_coupling(objective: Objective, batch: tuple[Any, Any], num_parts: int)
         second = loss_sum(objective, features, labels, outputs, cut, size)
         scale = max(abs(whole), abs(first), abs(second))
         if math.isfinite(whole) and not abs(whole - first - second) <= tolerance * scale:
-            warn(names, size, cut, (whole / size, (first + second) / size), num_parts)
-            return
+            warn(names, size, cut, (whole / size, (first + second) / size), num_parts, remedy)
+            return True
+    return False
 
 
-def warn(names: list[str], size: int, cut: int, means: tuple[float, float], num_parts: int) -> None:
+def warn(names: list[str], size: int, cut: int, means: tuple[float, float], num_parts: int, remedy: str) -> None:
     """Warns that the loss of `size` samples is `means[0]` as a whole, and `means[1]` when split in two."""
     logger.warning(
-        "%s couples the samples of a batch, or is a mean over something else than its samples: on the first %d samples "
-        "it is %.6g, and by the first %d and the others apart %.6g. An optimizer step of %d parts (micro-batches x "
-        "replicas) is that of its parts, not of the whole batch. Use gradient_accumulation_steps=1 on one replica, or "
-        "a loss with an entry per sample.",
+        "%s couples the samples of a batch, or is a mean over something else than its samples: on %d samples it is "
+        "%.6g, and by the first %d and the others apart %.6g. " + remedy,
         " and ".join(names),
         size,
         means[0],

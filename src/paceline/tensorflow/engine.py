@@ -20,7 +20,7 @@ from paceline.core.contracts import Emit, StepOutput
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import COMPUTE, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.core.micro_batches import may_retry
-from paceline.tensorflow.coupling import check_coupling
+from paceline.tensorflow.coupling import OF_STEP, CouplingCheck
 from paceline.tensorflow.data.batches import Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
@@ -97,7 +97,7 @@ class TFEngine:
         self._counts: Any = None
         self._divisors: Any = None
         self._weights: tuple[Array, Any] | None = None  # counts of the last one-batch step, as a tensor
-        self._is_split = False  # the loss was checked for optimizer steps of several parts
+        self._coupling = CouplingCheck(OF_STEP)  # of optimizer steps of several parts
         self.compile()
 
     def follow(self, objective: Objective, trainables: Sequence[Any]) -> None:
@@ -111,7 +111,7 @@ class TFEngine:
         self.variables = [plain(variable) for variable in self.trainables]
         self._sums, self._loss = [], None
         self.num_traces = 0
-        self._is_split = False
+        self._coupling = CouplingCheck(OF_STEP)
         self.compile()
 
     def compile(self) -> None:
@@ -165,10 +165,10 @@ class TFEngine:
                 self.objective.prepare(batches[0])
         self._check_labels(batches)
         num_parts = len(batches) * self.num_replicas
-        if num_parts > 1 and not self._is_split:  # the first steps may be whole, until memory runs out
-            self._is_split = True
-            self.objective.check_replicas(self.num_replicas, len(batches))
-            check_coupling(self.objective, batches[0], num_parts)
+        if num_parts > 1:
+            if self._coupling.num_seen == 0:  # the first steps may be whole, until memory runs out
+                self.objective.check_replicas(self.num_replicas, len(batches))
+            self._coupling.see(self.objective, batches, num_parts)
 
     def _all_divisors(self, batches: Sequence[Any], totals: Array) -> Any:
         """Returns Keras' divisors of the compiled losses of the whole optimizer step; None without compiled losses.

@@ -18,6 +18,7 @@ from paceline.core.rows import RowCollector
 from paceline.core.signals import Interrupted
 from paceline.core.streaming import is_streaming, with_last
 from paceline.predictions.augmentation import EXTRA_ROWS, AugmentedSteps
+from paceline.tensorflow.coupling import OF_EVALUATION, CouplingCheck
 from paceline.tensorflow.data.batches import Array, map_leaves, separate, size_of, split_weights, to_array, to_rows
 from paceline.tensorflow.framework import tf
 from paceline.tensorflow.objective import Objective, Share, count, mean_of
@@ -53,6 +54,7 @@ class Predictor:
         self._is_prediction = False  # set while a replica is traced
         self.num_traces = 0
         compiles = self.xla and self.strategy.num_replicas_in_sync == 1
+        self._coupling = CouplingCheck(OF_EVALUATION)  # of evaluations of several parts
         self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if compiles else None)
 
     def __call__(self, batch: tuple[Any, Any], precision: str, is_prediction: bool) -> tuple[Any, Any]:
@@ -72,6 +74,15 @@ class Predictor:
             results: tuple[Any, Any] = self._run(*placed, precision, is_prediction)
         self.objective.check_labels(batch[1])
         return results
+
+    def check(self, batches: Sequence[tuple[Any, Any]], num_batches: int) -> None:
+        """Checks that the loss of an evaluation of several parts does not depend on their size; warns once.
+
+        Args:
+            batches: those that were not passed before, (features, labels) on the host.
+            num_batches: batches of the evaluation so far.
+        """
+        self._coupling.see(self.objective, batches, num_batches * int(self.strategy.num_replicas_in_sync))
 
     def read(self, batch: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[tuple[float, float, float] | None, Any]:
         """Returns (loss, its weight, layers' losses) of a batch, None without labels; and the predictions as arrays.
@@ -371,11 +382,16 @@ class Evaluator:
 
     def _run_batches(self, batches: Iterable[Any], seen: Gathering, is_prediction: bool) -> None:
         waiting: list[tuple[Any, Any, Any, bool]] = []  # batches whose results are still on the device
-        for batch, is_last in with_last(batches):
+        unchecked: list[tuple[Any, Any]] = []
+        for number, (batch, is_last) in enumerate(with_last(batches), 1):
             if self.is_interrupted():
                 raise Interrupted
             features, labels = separate(batch, self.settings.label_names)
+            unchecked.append((features, labels))
             results = self.predictor((features, labels), self.settings.precision, is_prediction)
+            if number > 1 or self.predictor.strategy.num_replicas_in_sync > 1:
+                self.predictor.check(unchecked, number)
+                unchecked = []
             waiting.append((features, labels, results, is_last))
             if is_last or len(waiting) >= self.settings.accumulation_steps:
                 for features, labels, results, ends in waiting:
