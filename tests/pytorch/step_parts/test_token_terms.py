@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from linear_loss_job import CLASSES, METRICS, LanguageModel, rows_of, texts, train
-from small_models import Classifier, classification, losses, make_trainer
+from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -178,6 +178,19 @@ class Probabilities(OwnLoss):
         outputs = model(input_ids=inputs["input_ids"])
         targets = functional.one_hot(inputs["labels"].clamp(min=0), CLASSES).float()
         return functional.cross_entropy(outputs["logits"].flatten(0, 1), targets.flatten(0, 1))
+
+
+def test_smoothed_targets_are_counted_at_their_place_alone(tmp_path: Path) -> None:
+    """In the first optimizer step too, in which the smoothed loss is compared with one of shifted targets."""
+    options: dict[str, Any] = {"log_token_metrics": True, "z_loss_weight": 1e-3, "learning_rate": 0.0}
+    rows = []
+    for epsilon in (0.0, 0.1):
+        trainer = make_trainer(tmp_path / str(epsilon), Tagger(), tagging(8), label_smoothing_factor=epsilon, **options)
+        trainer.train()
+        rows.append([row for row in trainer.state.log_history if "loss" in row])
+    for plain, smoothed in zip(*rows, strict=True):
+        for name in ("mean_token_accuracy", "entropy", "perplexity", "z_loss"):
+            assert smoothed[name] == pytest.approx(plain[name], rel=1e-6), name
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path: Path) -> None:

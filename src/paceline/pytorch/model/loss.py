@@ -30,6 +30,7 @@ from paceline.pytorch.model.reductions import (
     make_candidates,
     with_ignored,
 )
+from paceline.pytorch.model.token_sums import uncounted
 
 __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossNormalizer", "LossReduction"]
 
@@ -573,7 +574,7 @@ class LabelSmoother:
             return None
         plain = LabelSmoother(0.0, self.ignore_index)
         rounding = 1e-4 if own.dtype.itemsize > 2 else 2e-2
-        with torch.no_grad():
+        with torch.no_grad(), uncounted():
             losses = {shift: plain(model_output, labels, shift) for shift in (assumed, not assumed)}
             fits = [shift for shift, loss in losses.items() if torch.isclose(loss.to(own.dtype), own, rtol=rounding)]
         if len(fits) < 2:
@@ -593,7 +594,8 @@ class LabelSmoother:
             if slope is None:
                 return None
             leaf = logits.detach().requires_grad_()
-            slopes = [torch.autograd.grad(self(leaf, labels, shift), leaf)[0] for shift in (False, True)]
+            with uncounted():
+                slopes = [torch.autograd.grad(self(leaf, labels, shift), leaf)[0] for shift in (False, True)]
         here, shifted = (float((slope - each).float().norm()) for each in slopes)
         return shifted < here if min(here, shifted) < 0.1 * max(here, shifted) else None
 

@@ -20,7 +20,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.pytorch.model.heads import output_embeddings
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_cross_entropy import CrossEntropy
-from paceline.pytorch.model.token_sums import TokenSums
+from paceline.pytorch.model.token_sums import TokenSums, is_counted
 
 
 class Shards(Protocol):
@@ -141,7 +141,7 @@ class LossTerms:
 
     def _add(self, sums: TokenSums) -> None:
         """Adds the targets of a cross-entropy."""
-        if sums.total is not None:
+        if sums.total is not None and is_counted():
             self.sums.add_total(sums.total if self._shards is None else self._shards.whole_sums(sums.total))
 
 
