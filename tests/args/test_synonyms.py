@@ -8,7 +8,7 @@ import pytest
 
 from paceline import HfArgumentParser, TrainingArguments
 from paceline.args.errors import did_you_mean
-from paceline.args.synonyms import SYNONYMS, meant_by
+from paceline.args.synonyms import REMEDIES, SYNONYMS, meant_by
 from paceline.cli.config import read_config
 from paceline.cli.errors import UsageError
 from paceline.cli.options import Known, argument_names, parse_options
@@ -28,12 +28,25 @@ GUESSES = {
     "output": "output_dir",
     "random_seed": "seed",
     "num_workers": "dataloader_num_workers",
+    "eval_freq": "eval_steps",
+    "keep_last": "save_total_limit",
+    "strategy": "parallel",
+    "use_ema": "ema_decay",
+}
+REMEDIED = {
+    "gpus": "one process per GPU is started by `paceline launch",
+    "max_time": "a run has no time limit",
+    "nproc": "one process per GPU",
+    "patience": "callbacks: .*EarlyStoppingCallback, early_stopping_patience: 3",
+    "val_split": "eval_fraction",
 }
 
 
 def test_each_guess_means_an_option_and_is_none() -> None:
-    assert not SYNONYMS.keys() & argument_names()
-    assert list(SYNONYMS) == sorted(SYNONYMS)
+    assert not (SYNONYMS.keys() | REMEDIES.keys()) & argument_names()
+    assert not SYNONYMS.keys() & REMEDIES.keys()
+    for guesses in (SYNONYMS, REMEDIES):
+        assert list(guesses) == sorted(guesses)
     assert all(meant_by(guess, argument_names()) for guess in SYNONYMS)
 
 
@@ -48,6 +61,15 @@ def test_a_guess_names_the_option(tmp_path: Path, guess: str, meant: str) -> Non
         (tmp_path / "job.yaml").write_text(text)
         with pytest.raises(UsageError, match=rf"unknown key '{guess}'; did you mean '{meant}'"):
             read_config(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(("guess", "remedy"), REMEDIED.items())
+def test_what_is_no_option_here_has_a_remedy(tmp_path: Path, guess: str, remedy: str) -> None:
+    """Instead of the option with the most similar name, as `past_index` for `patience`."""
+    with pytest.raises(TypeError, match=f"argument '{guess}': no such option; .*{remedy}"):
+        TrainingArguments(str(tmp_path), **{guess: 1})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=f"no option --{guess}; .*{remedy}"):
+        parse_options([f"--{guess}", "1"], Known())
 
 
 @pytest.mark.parametrize("guess", ["lr", "epochs", "output"])

@@ -85,6 +85,7 @@ def test_saved_folders_bring_their_splits(files: Path):
     [
         ("rows.jsnl", "there is no 'rows.jsnl' in .*; did you mean 'rows.jsonl'"),
         ({"train": 3}, "data.train: 3 is not the name of a file"),
+        ({"train": {"factory": "a:b"}}, "is not the name of a file; one function makes all splits: data: my_module"),
         ({"eval_fraction": 0.1}, "none of 'train', 'eval', 'test' is given"),
         ({"test": "rows.jsonl", "eval_fraction": 0.1}, "it is a part of 'train', which is missing"),
         ({"train": "rows.jsonl", "format": "jsn"}, "data.format: there is no 'jsn'; did you mean 'json'"),

@@ -67,6 +67,8 @@ def test_sections_are_told_apart_from_arguments():
         (["--model"], "--model needs a value"),
         (["a.yaml", "b.yaml"], "'b.yaml' is one value too many"),
         (["-x", "-y"], "'-y' is one value too many"),
+        (["a.yaml", "learning_rate=1"], "options begin with --; did you mean '--learning_rate'"),
+        (["a.yaml", "-lr", "1"], "options begin with --; did you mean '--learning_rate'"),
         (["--no_learning_rate"], "no option --no_learning_rate"),
     ],
 )

@@ -18,6 +18,8 @@ class UnsupportedOption(ValueError):
 def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
     """Returns `; did you mean 'x'?` for the candidate that `word` means, or an empty string if none is close.
 
+    For a name of other libraries for what is no option here, it returns what to do instead.
+
     Args:
         word: the unknown word.
         candidates: the known words. A common name for one of them (`lr`) and almost the same spelling go before
@@ -27,6 +29,8 @@ def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
     known = [name for name in candidates if word.startswith("_") or not name.startswith("_")]  # none that is private
     # imported for an error only: it would be loaded with every Trainer
     synonyms = importlib.import_module("paceline.args.synonyms")
+    if remedy := synonyms.remedy_for(word, known):
+        return f"; {remedy}"
     near = synonyms.meant_by(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.9)
     near = near or cut_short(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(prefix + name) for name in near)}?" if near else ""

@@ -153,7 +153,8 @@ def find_paths(config: JobConfig, where: str, value: object) -> list[Path]:
     paths: list[Path] = []
     for name in names:
         if not isinstance(name, str):
-            raise UsageError(f"{where}: {name!r} is not the name of a file")
+            hint = "; one function makes all splits: data: my_module:make_data" if isinstance(name, dict) else ""
+            raise UsageError(f"{where}: {name!r} is not the name of a file{hint}")
         found = config.find_file(name)
         if found is not None:
             paths.append(found)

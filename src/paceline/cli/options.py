@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_origin
 
 from paceline.args.coercion import FALSE_WORDS, TRUE_WORDS, hints_of, own_hints, union_members
+from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES
 from paceline.cli.errors import UsageError, suggest
 from paceline.tensorflow.arguments import TFTrainingArguments
@@ -132,7 +133,10 @@ def parse_options(words: Sequence[str], known: Known) -> Given:
 
 def _take_positional(word: str, known: Known, given: Given) -> None:
     if len(given.positional) >= len(known.positional):
-        raise UsageError(f"{word!r} is one value too many; options begin with --")
+        name = word.lstrip("-+").partition("=")[0].replace("-", "_")  # of `lr=1`, `-lr`
+        names = {*known.own, *known.sections, *argument_names()}
+        hint = f"; did you mean '--{name}'?" if name in names else did_you_mean(name, names, "--")
+        raise UsageError(f"{word!r} is one value too many; options begin with --{hint}")
     given.positional.append(word)
 
 
