@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.core import dropped_interrupts
 from paceline.core.lineage import RunMark, is_part, mark_of
 from paceline.core.signals import SECOND_INTERRUPT
 
@@ -30,7 +31,8 @@ def interrupts_described(describe: Callable[[], str | None]) -> Iterator[None]:
         describe: returns the line, or None if this process logs none.
     """
     try:
-        yield
+        with dropped_interrupts.raised_again():
+            yield
     except KeyboardInterrupt as error:
         line = describe()
         if line is not None:
