@@ -35,6 +35,7 @@ class FakeTrainer:
     def __init__(self, steps: int, stop: Any = None) -> None:
         self.state = SimpleNamespace(global_step=0, max_steps=9)
         self.steps, self.stop = steps, stop
+        self.was_stopped = steps < 9
         self.resumed_from: Any = "never called"
 
     def train(self, resume_from_checkpoint: Any = None) -> None:
@@ -173,6 +174,16 @@ def test_without_a_checkpoint_a_stop_says_so(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_signal_at_the_very_end_is_no_stop(tmp_path: Path):
     assert train_job(FakeTrainer(9, signal.SIGTERM), reopen(tmp_path), LENGTH, print) == 0  # type: ignore[arg-type]
+
+
+def test_a_signal_that_cut_the_last_step_short_is_a_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The last evaluation and the best model are missing, and the present one is not the result."""
+    trainer = FakeTrainer(9, signal.SIGTERM)
+    trainer.was_stopped = True
+    job = reopen(tmp_path)
+    assert train_job(trainer, job, LENGTH, print) == 143  # type: ignore[arg-type]
+    assert job.finished is None
+    assert "Stopped at step 9 of 9" in capsys.readouterr().out
 
 
 def test_a_named_checkpoint_wins_over_the_newest(tmp_path: Path):

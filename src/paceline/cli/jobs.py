@@ -293,7 +293,7 @@ def train_job(
             return 130
         except FolderInUse as error:
             raise UsageError(str(error)) from error
-    if signals and trainer.state.global_step < trainer.state.max_steps:
+    if signals and trainer.was_stopped:
         say_stopped(trainer, job, say)
         return 128 + signals[0]
     job.finished = {"global_step": trainer.state.global_step, **length}

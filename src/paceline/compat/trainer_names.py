@@ -38,6 +38,7 @@ class TrainerNames:
         is_in_train: True while a run is in progress.
         time_spent: seconds of the last run by activity: data, forward, backward, optimizer, evaluate, save, ...; they
             add up to its wall time.
+        was_stopped: True if a signal has stopped the last run before its end: a resumed run does the rest.
         step_parts: the optional parts of the optimizer steps of the last run.
         world: rank, world size and device of this process.
     """
@@ -51,6 +52,7 @@ class TrainerNames:
     run_mark: RunMark | None = None
     is_in_train: bool = False
     time_spent: Mapping[str, float] = MappingProxyType({})
+    was_stopped: bool = False
     world: Any
     step_parts: Any = None
 

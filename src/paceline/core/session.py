@@ -267,6 +267,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         run: the run in progress, or None.
         run_mark: the mark of the run that was last started or resumed, or None.
         time_spent: seconds of the last run by activity (`paceline.core.ledger.ACTIVITIES`); empty before the first run.
+        was_stopped: True if a signal has stopped the last run before its end.
         data_remedy: advice on how to load this framework's data faster.
     """
 
@@ -281,6 +282,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
     run: Kept[RunType | None] = Kept()
     run_mark: Kept[RunMark | None] = Kept()
     time_spent: Kept[Mapping[str, float]] = Kept()
+    was_stopped: Kept[bool] = Kept()
 
     def __init__(self, facade: Any) -> None:  # Any: the Protocol declares attributes that a Trainer has as methods
         self.facade: FacadeType = facade
@@ -482,7 +484,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
             handler=self.callback_handler,
             datasets=self.datasets(),
             uses_workers=self.options.dataloader_num_workers > 0,
-            is_stopped=lambda: run.signals.requested is not None,
+            is_stopped=lambda: self.was_stopped or run.signals.is_keyboard,
             metric=run.plan.metric_for_best_model,
         )
 
@@ -499,7 +501,8 @@ class Session(ABC, Generic[RunType, FacadeType]):
         """Logs speed and loss of the whole run, completes its checkpoints, and loads the best model if requested."""
         loop, note, now = run.loop, run.ledger.note, run.ledger.now
         assert loop is not None
-        is_complete = run.signals.requested is None
+        is_complete = run.signals.requested is None  # a signal from now on comes too late to stop anything
+        self.was_stopped = not is_complete
         num_updates = self.state.global_step - run.first_step
         train_loss = self.settle(run, loop.mean_loss())
         metrics = speed_metrics("train", loop.start_time, num_samples=loop.num_samples, num_steps=num_updates)

@@ -263,6 +263,29 @@ def test_a_handler_that_stood_before_is_called_and_put_back(tmp_path: Path) -> N
     assert trainer.state.global_step == 2  # by its own
 
 
+@pytest.mark.parametrize(("key", "state"), [("train_runtime", "finished"), ("loss", "interrupted")])
+def test_a_signal_after_the_last_step(tmp_path: Path, key: str, state: str) -> None:
+    """At its boundary the last evaluation and the best model are left to a resumed run; later nothing is left."""
+    from paceline import TrainerCallback
+
+    class Kill(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2 and key in logs:
+                signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        trainer = make(tmp_path, max_steps=2, logging_steps=1, callbacks=[Kill()], save_strategy="steps")
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert trainer.was_stopped == (state == "interrupted")
+    assert json.loads((tmp_path / "run.json").read_text())["end"]["state"] == state
+    trainer = make(tmp_path, max_steps=2, save_strategy="steps")
+    trainer.train(resume_from_checkpoint=True)
+    assert not trainer.was_stopped
+
+
 def test_handlers_are_put_back_after_an_error(tmp_path: Path) -> None:
     class Breaks(Classifier):
         def forward(self, x: Any, labels: Any = None) -> Any:
