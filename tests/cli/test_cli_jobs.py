@@ -1,5 +1,6 @@
 """The folder of a job: what it holds is recognised, nothing is deleted, a stop and an end are told apart."""
 
+import errno
 import json
 import os
 import signal
@@ -128,6 +129,17 @@ def test_starting_over_leaves_other_folders_alone(tmp_path: Path, monkeypatch: p
     with pytest.raises(UsageError, match="holds the current folder"):
         move_aside(tmp_path, print)
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    job = reopen(tmp_path)
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match=r"No space left on device: '.*job\.json'"):
+        job.write()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_to_its_end_is_noted_with_its_length(tmp_path: Path):

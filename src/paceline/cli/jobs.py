@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from paceline.checkpoint.lock import FolderInUse, holder_in
 from paceline.checkpoint.resuming import AUTO
 from paceline.checkpoint.stores import ObjectStore, StoreError, bring_files, bring_named, bring_run
 from paceline.cli.errors import UsageError
+from paceline.core.retry_writer import replace_whole
 from paceline.core.signals import PREEMPTION_SIGNALS
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ class Job:
         names = ("command", "identity", "settings", "finished")
         content = {"format": 1, **{name: getattr(self, name) for name in names}}
         text = json.dumps(masked(json.loads(json.dumps(content, default=str))), indent=2)
-        temporary = self.folder / f".{JOB_NAME}.incomplete-{os.getpid()}"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(self.folder / JOB_NAME)
+        replace_whole(self.folder / JOB_NAME, text + "\n")
 
 
 def open_job(
