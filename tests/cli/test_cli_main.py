@@ -21,6 +21,7 @@ from paceline.cli.main import main
 from paceline.cli.texts import HELP, help_on
 from paceline.core.metrics import best_metric_value
 from paceline.core.retry_writer import replace_whole
+from paceline.core.terminal import wrapped
 
 LOOK = "import sys; from paceline.cli.main import main; main({words!r}); print('torch' in sys.modules)"
 
@@ -180,6 +181,10 @@ def test_texts_are_wrapped_at_spaces_of_a_terminal(columns: int, monkeypatch: py
     if columns == 80:
         place = lines.index("  paceline doctor CONFIG.yaml   look for usual mistakes in model, data and")
         assert lines[place + 1] == " " * 32 + "options"
+
+
+def test_texts_end_on_a_terminal_narrower_than_their_indent():
+    assert wrapped("    model  of gpt", 2) == "    model\n    of\n    gpt"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -118,7 +118,7 @@ def _wrapped_line(line: str, columns: int) -> list[str]:
         room = len(fit(rest, columns + 1)) - 1  # characters of `columns` columns
         # a word longer than a line keeps its line, and the terminal breaks it
         end = rest.rfind(" ", len(indent) + 1, room + 1)
-        end = rest.find(" ", room) if end < 0 else end
+        end = rest.find(" ", max(room, len(indent) + 1)) if end < 0 else end
         if end < 0:
             break
         parts.append(rest[:end].rstrip(" "))
