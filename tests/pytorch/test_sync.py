@@ -46,9 +46,9 @@ class Processes:
         monkeypatch.setattr(sync_module, "gather_objects", self._gather)
         self.syncs = []
         for rank in (0, 1):
-            world, rule = World(torch.device("cpu"), 2, rank), LossNormalizer(["labels"], known=known)
+            world, normalizer = World(torch.device("cpu"), 2, rank), LossNormalizer(["labels"], known=known)
             signals, watchdog = StopSignals(is_distributed=True), Watchdog(world, 60)
-            self.syncs.append(ProcessSync(world, rule, 2, signals, watchdog=watchdog, measure=measure, **options))
+            self.syncs.append(ProcessSync(world, normalizer, 2, signals, watchdog=watchdog, measure=measure, **options))
 
     def each(self, call: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`call(sync, *arguments)` on both at once; of an argument each takes its own item."""
@@ -164,11 +164,11 @@ def test_only_what_is_shared_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("number", "label", "expected"), [(1, 1, True), (3, 1, False), (1, -100, False)])
 def test_a_window_of_one_process_is_looked_at_when_that_is_due(number: int, label: int, expected: bool) -> None:
-    rule = LossNormalizer(["labels"], declared="tokens")
-    rule.num_updates = number - 1
-    sync, strategy, window = LocalSync(rule), SimpleNamespace(delays_grad_sync=False), [batch_of(label)] * 2
-    passes = sync.begin(window, [rule.count(batch) for batch in window], strategy, False)  # type: ignore[arg-type]
-    assert (sync.is_look_due, rule.num_updates, len(passes)) == (expected, number, 2 if label > 0 else 0)
+    normalizer = LossNormalizer(["labels"], declared="tokens")
+    normalizer.num_updates = number - 1
+    sync, strategy, window = LocalSync(normalizer), SimpleNamespace(delays_grad_sync=False), [batch_of(label)] * 2
+    passes = sync.begin(window, [normalizer.count(batch) for batch in window], strategy, False)  # type: ignore[arg-type]
+    assert (sync.is_look_due, normalizer.num_updates, len(passes)) == (expected, number, 2 if label > 0 else 0)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(1, True), (3, True), (5, False)])

@@ -181,7 +181,7 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
     given = {
         "model": trainer.strategy.evaluation_model(trainer.model_wrapped),
         "strategy": trainer.strategy,
-        "rule": trainer.loss_normalizer,
+        "normalizer": trainer.loss_normalizer,
         "prediction_step": trainer.prediction_step,
         "count_items": item_counter_of(trainer),
         "compute_metrics": trainer.compute_metrics,
@@ -347,9 +347,9 @@ def find_packing(trainer: Trainer) -> packing.Packing | None:
         is_half=trainer.strategy.precision.autocasts,
         strategy=trainer.strategy,
     )
-    rule = trainer.loss_normalizer
-    if rule.known is None:  # find_packing checked that a row's loss is the token mean over its documents
-        rule.know_of(LossReduction("tokens", shifted=found.form.shifts))
+    normalizer = trainer.loss_normalizer
+    if normalizer.known is None:  # find_packing checked that a row's loss is the token mean over its documents
+        normalizer.know_of(LossReduction("tokens", shifted=found.form.shifts))
     return found
 
 

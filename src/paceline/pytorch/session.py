@@ -524,7 +524,7 @@ class Session(core.Session[Run, TrainerProtocol]):
                 strategy=self.strategy,
                 model=self.model,
                 optimizer=self.optimizer,
-                rule=self.loss_normalizer,
+                normalizer=self.loss_normalizer,
                 plan=plan,
                 feed=feed,
                 signals=signals,

@@ -188,7 +188,7 @@ def read_model(
             linear_cross_entropy,
         )
     objective = Objective(signature, names or ["labels"], normalizer, compute_loss_func, smoother, by_chunks)
-    taught = distillation_of(teacher, options, student=model, rule=normalizer, tokenizer=processor)
+    taught = distillation_of(teacher, options, student=model, normalizer=normalizer, tokenizer=processor)
     if taught is not None:
         objective = distillation.DistilledObjective(objective, taught)
     return ModelFacts(signature, names, normalizer, smoother, objective, taught)
@@ -202,11 +202,11 @@ def distillation_of(teacher: object, options: Options | None, **facts: Any) -> D
     return distillation.make_distillation(teacher, options, **facts)
 
 
-def linear_loss_of(model: nn.Module, option: str | bool, rule: LossNormalizer) -> linear_loss.LinearLoss | None:
+def linear_loss_of(model: nn.Module, option: str | bool, normalizer: LossNormalizer) -> linear_loss.LinearLoss | None:
     """Returns the chunked loss of a model; None if the option is off, or "auto" and the model names no head."""
     if option is False or (option == "auto" and not hasattr(innermost(model), "get_output_embeddings")):
         return None
-    return linear_loss.LinearLoss(option, rule)
+    return linear_loss.LinearLoss(option, normalizer)
 
 
 def check_smoothing(smoothing: float, compute_loss_func: object, problem_type: str | None) -> None:

@@ -55,13 +55,13 @@ def loss_under(reduction: LossReduction, logits: Tensor, labels: Tensor) -> Tens
     return torch.stack(means).mean()
 
 
-def look(rule: LossNormalizer, loss_of: Loss, batches: list[Any], num_items: Any = None, **options: Any) -> None:
+def look(normalizer: LossNormalizer, loss_of: Loss, batches: list[Any], num_items: Any = None, **options: Any) -> None:
     """One look at these micro-batches, as the engine makes it."""
-    counts = [rule.count(batch) for batch in batches]
+    counts = [normalizer.count(batch) for batch in batches]
     parts = [Part(batch, item) for batch, item in zip(batches, counts, strict=True)]
-    rule.num_updates += 1
+    normalizer.num_updates += 1
     options = {"copies": len(batches), **options}
-    rule.learn(LossProbe(nn.Linear(1, 1), loss_of, **options).look(rule, parts, num_items), counts)
+    normalizer.learn(LossProbe(nn.Linear(1, 1), loss_of, **options).look(normalizer, parts, num_items), counts)
 
 
 def by(reduction: LossReduction) -> Loss:
@@ -78,73 +78,76 @@ def test_each_reduction_is_seen(truth: LossReduction, caplog: pytest.LogCaptureF
         batches = [
             {**b, "labels": torch.where(b["labels"] == IGNORE_INDEX, truth.ignore_index, b["labels"])} for b in batches
         ]
-    rule = LossNormalizer(["labels"], pad_token_id=4)
-    look(rule, by(truth), batches)
-    assert rule.reduction == truth
-    assert rule.is_confirmed
+    normalizer = LossNormalizer(["labels"], pad_token_id=4)
+    look(normalizer, by(truth), batches)
+    assert normalizer.reduction == truth
+    assert normalizer.is_confirmed
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_one_look_decides_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The only cut there is contradicts the default: that is warned of, and decided by the next look."""
-    rule = LossNormalizer(["labels"])
-    look(rule, by(MAIN[0]), [batch_of([2, 6])])
-    assert rule.reduction == LossReduction("samples")
+    normalizer = LossNormalizer(["labels"])
+    look(normalizer, by(MAIN[0]), [batch_of([2, 6])])
+    assert normalizer.reduction == LossReduction("samples")
     assert "one look contradicts it so far" in caplog.text
-    look(rule, by(MAIN[0]), [batch_of([1, 5], seed=3)])
-    assert rule.reduction == LossReduction("tokens")
+    look(normalizer, by(MAIN[0]), [batch_of([1, 5], seed=3)])
+    assert normalizer.reduction == LossReduction("tokens")
 
 
 def test_a_tie_is_kept_open_and_said_where_it_matters(caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"])
-    look(rule, by(MAIN[2]), [batch_of([6, 6, 6]), batch_of([6, 6], seed=1)])
-    assert rule.reduction == LossReduction("samples")
+    normalizer = LossNormalizer(["labels"])
+    look(normalizer, by(MAIN[2]), [batch_of([6, 6, 6]), batch_of([6, 6], seed=1)])
+    assert normalizer.reduction == LossReduction("samples")
     assert not caplog.records  # all weigh alike under what is open
-    rule.num_updates = 2
-    even, ragged = [rule.count(batch_of([6, 6]))] * 2, [rule.count(batch_of([6, 6])), rule.count(batch_of([2, 6]))]
-    assert not rule.is_due(even)
-    assert rule.is_due(ragged)
-    alike = [rule.count(batch_of([2, 6])), rule.count(batch_of([6, 2]))]  # but for their rows
-    assert not rule.is_due(alike)
-    assert rule.is_due(alike, by_row=True)
+    normalizer.num_updates = 2
+    even, ragged = (
+        [normalizer.count(batch_of([6, 6]))] * 2,
+        [normalizer.count(batch_of([6, 6])), normalizer.count(batch_of([2, 6]))],
+    )
+    assert not normalizer.is_due(even)
+    assert normalizer.is_due(ragged)
+    alike = [normalizer.count(batch_of([2, 6])), normalizer.count(batch_of([6, 2]))]  # but for their rows
+    assert not normalizer.is_due(alike)
+    assert normalizer.is_due(alike, by_row=True)
 
 
 @pytest.mark.parametrize("shifts", [False, True])
 def test_of_two_that_fit_the_one_of_the_models_class_is_taken(shifts: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A loss made outside of a model that shifts its targets, whose counts differ by less than rounding shows."""
-    rule = LossNormalizer(["labels"], shifts=shifts)
-    counts = [rule.count(batch_of([6, 3])), rule.count(batch_of([2, 5]))]
+    normalizer = LossNormalizer(["labels"], shifts=shifts)
+    counts = [normalizer.count(batch_of([6, 3])), normalizer.count(batch_of([2, 5]))]
     for _ in range(2):
-        rule.learn([Observation(MAIN[:2], MAIN[2:])], counts)
-    assert rule.reduction == LossReduction("tokens", shifted=shifts)
+        normalizer.learn([Observation(MAIN[:2], MAIN[2:])], counts)
+    assert normalizer.reduction == LossReduction("tokens", shifted=shifts)
     assert ("not decided yet" in caplog.text) is not shifts
 
 
 def test_a_head_of_zeros_tells_nothing_yet_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     batches = [batch_of([3, 6, 1, 2]), batch_of([6, 6, 5], seed=1)]
     zeros = [{**batch, "logits": batch["logits"] * 0} for batch in batches]
-    look(rule, by(MAIN[0]), zeros)
+    look(normalizer, by(MAIN[0]), zeros)
     assert "is not decided yet" in caplog.text
     assert "loss_weight=" in caplog.text
-    look(rule, by(MAIN[0]), batches)
-    assert rule.reduction == LossReduction("tokens")
+    look(normalizer, by(MAIN[0]), batches)
+    assert normalizer.reduction == LossReduction("tokens")
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 7, 8, 9, 64, 100])
 def test_it_is_looked_again_for_ever(number: int) -> None:
-    rule = LossNormalizer(["labels"], declared="tokens")
-    rule.num_updates = number - 1
-    assert rule.is_due([rule.count(batch_of([6]))]) == (number in (1, 2, 4, 8, 64))
+    normalizer = LossNormalizer(["labels"], declared="tokens")
+    normalizer.num_updates = number - 1
+    assert normalizer.is_due([normalizer.count(batch_of([6]))]) == (number in (1, 2, 4, 8, 64))
 
 
 def test_what_is_seen_late_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     batches = [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)]
-    look(rule, by(MAIN[0]), batches)
+    look(normalizer, by(MAIN[0]), batches)
     assert not caplog.records
     for _ in range(2):
-        look(rule, lambda batch, _: by(MAIN[0])(batch, None) + len(batch["labels"]) ** 2, batches)
+        look(normalizer, lambda batch, _: by(MAIN[0])(batch, None) + len(batch["labels"]) ** 2, batches)
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
     assert "it fits no reading that paceline knows" in caplog.text
 
@@ -161,26 +164,26 @@ UNKNOWN: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_fits_no_reduction_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"])
-    look(rule, UNKNOWN[name], [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)])
+    normalizer = LossNormalizer(["labels"])
+    look(normalizer, UNKNOWN[name], [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)])
     assert "fits no reading" in caplog.text
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("truth", [MAIN[2], MAIN[0]], ids=str)
 def test_a_known_class_is_audited(truth: LossReduction, caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"], known=LossReduction("tokens"))
+    normalizer = LossNormalizer(["labels"], known=LossReduction("tokens"))
     for seed in range(3):
-        look(rule, by(truth), [batch_of([3, 6, 1, 2], seed=seed)])
-    assert rule.reduction == truth
-    assert bool(caplog.records) == (truth != rule.known)
+        look(normalizer, by(truth), [batch_of([3, 6, 1, 2], seed=seed)])
+    assert normalizer.reduction == truth
+    assert bool(caplog.records) == (truth != normalizer.known)
 
 
 def test_a_loss_that_is_computed_outside_the_model_is_certain() -> None:
-    rule = LossNormalizer(["labels"], shifts=True)
-    rule.know(LossReduction("tokens", shifted=True))
-    rule.passes_count = True  # to a model whose own loss is not used
-    assert rule.is_certain
+    normalizer = LossNormalizer(["labels"], shifts=True)
+    normalizer.know(LossReduction("tokens", shifted=True))
+    normalizer.passes_count = True  # to a model whose own loss is not used
+    assert normalizer.is_certain
 
 
 def test_what_is_confirmed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,9 +191,9 @@ def test_what_is_confirmed_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     observations = [Observation((MAIN[2],), MAIN[:2])]
     counts = [LossNormalizer(["labels"]).count(batch_of([6, 6]))]
     with caplog.at_level(logging.INFO):
-        rule, known = LossNormalizer(["labels"]), LossNormalizer(["labels"], known=MAIN[2])
+        normalizer, known = LossNormalizer(["labels"]), LossNormalizer(["labels"], known=MAIN[2])
         for number in (0, 1, 1):
-            rule.learn(observations, counts)
+            normalizer.learn(observations, counts)
             known.learn(observations, counts)
             assert caplog.text.count(told) == number
 
@@ -200,27 +203,29 @@ def test_a_causal_head_that_ignores_the_count_is_not_known_by_its_class(
     count: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = LossReduction("tokens", shifted=True)
-    rule = LossNormalizer(["labels"], known=known, shifts=True)
-    rule.passes_count = True
-    rule.learn([Observation(count=count)], [rule.count(batch_of([6, 2])), rule.count(batch_of([3, 3]))])  # no cut
-    assert rule.is_certain == (count == "unknown")
+    normalizer = LossNormalizer(["labels"], known=known, shifts=True)
+    normalizer.passes_count = True
+    normalizer.learn(
+        [Observation(count=count)], [normalizer.count(batch_of([6, 2])), normalizer.count(batch_of([3, 3]))]
+    )  # no cut
+    assert normalizer.is_certain == (count == "unknown")
     assert ("could not be seen: it is taken for" in caplog.text) == (count == "ignored")
 
 
 @pytest.mark.parametrize("declared", ["tokens", "samples"])
 def test_a_declared_weight_is_kept_and_a_contradiction_said(declared: str, caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"], declared=declared)
+    normalizer = LossNormalizer(["labels"], declared=declared)
     for seed in range(2):
-        look(rule, by(MAIN[0]), [batch_of([3, 6, 1, 2], seed=seed)])
-    assert rule.reduction == LossReduction(declared)
+        look(normalizer, by(MAIN[0]), [batch_of([3, 6, 1, 2], seed=seed)])
+    assert normalizer.reduction == LossReduction(declared)
     assert ("is contradicted" in caplog.text) == (declared == "samples")
 
 
 def test_declared_samples_leave_open_only_whether_empty_ones_count() -> None:
     for truth in (LossReduction("samples"), LossReduction("all_samples")):
-        rule = LossNormalizer(["labels"], declared="samples")
-        look(rule, by(truth), [batch_of([2, 5, 0, 1]), batch_of([0, 3, 6], seed=1)])
-        assert rule.reduction == truth
+        normalizer = LossNormalizer(["labels"], declared="samples")
+        look(normalizer, by(truth), [batch_of([2, 5, 0, 1]), batch_of([0, 3, 6], seed=1)])
+        assert normalizer.reduction == truth
 
 
 # ---- num_items_in_batch
@@ -247,14 +252,14 @@ def copies(batch: Any, num_items: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss_of", [logs, compares, copies, total_of])
 def test_a_loss_is_scaled_only_if_changing_the_count_changes_it(loss_of: Loss) -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     batches = [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)]
-    look(rule, loss_of, batches, rule.num_items(batches))
-    assert rule.is_scaled is (loss_of is total_of)
-    counts = [rule.count(batch) for batch in batches]
-    total = rule.recount(counts)
+    look(normalizer, loss_of, batches, normalizer.num_items(batches))
+    assert normalizer.is_scaled is (loss_of is total_of)
+    counts = [normalizer.count(batch) for batch in batches]
+    total = normalizer.recount(counts)
     found = sum(
-        float(loss_of(batch, rule.num_items(batches))) * rule.factor(item, total)
+        float(loss_of(batch, normalizer.num_items(batches))) * normalizer.factor(item, total)
         for batch, item in zip(batches, counts, strict=True)
     )
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -262,48 +267,53 @@ def test_a_loss_is_scaled_only_if_changing_the_count_changes_it(loss_of: Loss) -
 
 
 def test_a_loss_of_which_a_part_is_scaled_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     batches = [batch_of([3, 6, 1, 2])]
-    look(rule, lambda b, n: total_of(b, n) + 0.1 * by(MAIN[2])(b, n), batches, rule.num_items(batches))
-    assert rule.is_scaled
+    look(normalizer, lambda b, n: total_of(b, n) + 0.1 * by(MAIN[2])(b, n), batches, normalizer.num_items(batches))
+    assert normalizer.is_scaled
     assert "Only a part of the loss is divided" in caplog.text
 
 
 @pytest.mark.parametrize("loss_of", [lambda b, n: b["logits"].sum() * 0, lambda b, n: b["logits"].sum() * torch.nan])
 def test_a_loss_that_tells_nothing_is_not_taken_for_scaled(loss_of: Loss, caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     batches = [batch_of([3, 6, 1, 2])]
-    look(rule, loss_of, batches, rule.num_items(batches))
-    assert rule.is_scaled is None
+    look(normalizer, loss_of, batches, normalizer.num_items(batches))
+    assert normalizer.is_scaled is None
     assert "Whether the loss is divided by num_items_in_batch could not be seen" in caplog.text
 
 
 @pytest.mark.parametrize("share", [1, 4])
 def test_a_count_that_is_not_the_models_own_is_said(share: int, caplog: pytest.LogCaptureFixture) -> None:
     """As where a loss over a part of the targets is divided by the number of all of them."""
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     batches = [batch_of([3, 6, 1, 2]), batch_of([6, 2, 5], seed=1)]
-    look(rule, lambda b, n: by(MAIN[0])(b, n) if n is None else total_of(b, n) / share, batches, torch.tensor(25))
-    assert rule.is_scaled
+    look(normalizer, lambda b, n: by(MAIN[0])(b, n) if n is None else total_of(b, n) / share, batches, torch.tensor(25))
+    assert normalizer.is_scaled
     assert ("it is not what it is without a count" in caplog.text) == (share != 1)
 
 
 @pytest.mark.parametrize("multiple", [1, 2])
 def test_an_own_loss_may_be_multiplied_by_the_number_of_processes(multiple: int) -> None:
     """As it has to be with transformers: it is not done once more."""
-    rule, batches = LossNormalizer(["labels"]), [batch_of([3, 6, 1, 2])]
-    rule.scaled_factor = 2.0
-    look(rule, lambda b, n: by(MAIN[0])(b, n) if n is None else multiple * total_of(b, n), batches, torch.tensor(30))
-    assert (rule.is_scaled, rule.is_multiplied) == (True, multiple == 2)
-    assert rule.factor(rule.count(batches[0]), 30) == 2 / multiple
+    normalizer, batches = LossNormalizer(["labels"]), [batch_of([3, 6, 1, 2])]
+    normalizer.scaled_factor = 2.0
+    look(
+        normalizer,
+        lambda b, n: by(MAIN[0])(b, n) if n is None else multiple * total_of(b, n),
+        batches,
+        torch.tensor(30),
+    )
+    assert (normalizer.is_scaled, normalizer.is_multiplied) == (True, multiple == 2)
+    assert normalizer.factor(normalizer.count(batches[0]), 30) == 2 / multiple
 
 
 @pytest.mark.parametrize("mean", [None, torch.tensor(0.0)])
 def test_a_multiple_that_cannot_be_seen_is_said(mean: Tensor | None, caplog: pytest.LogCaptureFixture) -> None:
-    rule, batches = LossNormalizer(["labels"]), [batch_of([3, 6, 1, 2])]
-    rule.scaled_factor = 2.0
-    look(rule, lambda b, n: mean if n is None else total_of(b, n), batches, torch.tensor(30))  # type: ignore[return-value]
-    assert (rule.is_scaled, rule.is_multiplied) == (True, True)
+    normalizer, batches = LossNormalizer(["labels"]), [batch_of([3, 6, 1, 2])]
+    normalizer.scaled_factor = 2.0
+    look(normalizer, lambda b, n: mean if n is None else total_of(b, n), batches, torch.tensor(30))  # type: ignore[return-value]
+    assert (normalizer.is_scaled, normalizer.is_multiplied) == (True, True)
     assert "whether it multiplies by the number of processes too could not be seen" in caplog.text
 
 
@@ -318,19 +328,19 @@ def test_a_loss_function_that_needs_the_count_is_multiplied_as_any_other(mean: T
 
 
 def test_a_loss_that_its_author_averages_is_used_as_it_is() -> None:
-    rule = LossNormalizer(["labels"])
-    rule.scaled_factor = 2.0
+    normalizer = LossNormalizer(["labels"])
+    normalizer.scaled_factor = 2.0
     for is_averaged, factor in ((False, 2.0), (True, 1.0)):
-        rule.declare("scaled", is_averaged)
-        assert rule.factor(rule.count(batch_of([3])), 30) == factor
+        normalizer.declare("scaled", is_averaged)
+        assert normalizer.factor(normalizer.count(batch_of([3])), 30) == factor
 
 
 def test_labels_under_two_names_are_no_targets_to_count() -> None:
     """No loss is divided by the number of start positions of answers."""
-    rule = LossNormalizer(["start_positions", "end_positions"])
+    normalizer = LossNormalizer(["start_positions", "end_positions"])
     ones = torch.ones(4, dtype=torch.long)
-    assert rule.num_items([{"start_positions": ones, "end_positions": ones}]) is None
-    assert rule.count({"start_positions": ones, "end_positions": ones}).weight == 4
+    assert normalizer.num_items([{"start_positions": ones, "end_positions": ones}]) is None
+    assert normalizer.count({"start_positions": ones, "end_positions": ones}).weight == 4
     assert LossNormalizer(["labels", "next"]).num_items([{"labels": ones, "next": ones}]) == 4
     assert LossNormalizer(["y"]).num_items([{"y": ones}]) == 4
     assert LossNormalizer(["labels"]).num_items([{"labels": ones.float()}]) is None
@@ -370,8 +380,8 @@ def test_looks_leave_no_trace() -> None:
 @pytest.mark.parametrize(("sizes", "expected"), [((1, 1), [2]), ((4, 1), [4, 3]), ((4, 3, 4), [4, 3, 4, 4, 4])])
 def test_samples_of_two_batches_are_no_more_than_one_of_them_has(sizes: tuple[int, ...], expected: list[int]) -> None:
     """Or two, where each has one: so that a look needs no more memory than a step."""
-    rule, batches = LossNormalizer(["labels"]), [batch_of([3] * size) for size in sizes]
-    found = list(cuttable([Part(batch, rule.count(batch)) for batch in batches]))
+    normalizer, batches = LossNormalizer(["labels"]), [batch_of([3] * size) for size in sizes]
+    found = list(cuttable([Part(batch, normalizer.count(batch)) for batch in batches]))
     assert [part.counts.samples for part in found] == expected
     assert all(len(part.batch["logits"]) == len(part.counts.labels) == part.counts.samples for part in found)  # type: ignore[arg-type]
 
@@ -389,11 +399,11 @@ def test_a_sum_is_tested_on_copies_of_a_batch_as_far_as_memory_allows(
         samples.append(len(batch["x"]))
         return model(batch["x"]).square().sum()
 
-    rule = LossNormalizer(["labels"])
-    counts = [rule.count(batch) for batch in batches]
+    normalizer = LossNormalizer(["labels"])
+    counts = [normalizer.count(batch) for batch in batches]
     parts = [Part(batch, item) for batch, item in zip(batches, counts, strict=True)]
-    rule.learn(LossProbe(model, loss_of, copies=4).look(rule, parts, None), counts)
-    assert rule.reduction == MAIN[-1]
+    normalizer.learn(LossProbe(model, loss_of, copies=4).look(normalizer, parts, None), counts)
+    assert normalizer.reduction == MAIN[-1]
     assert max(samples) == (8 if is_open else 32)
     assert ("could not be tested" in caplog.text) == is_open
 
@@ -413,21 +423,23 @@ def test_two_batches_are_joined_where_all_processes_can(lengths: Any, expected: 
 
 
 def test_samples_are_joined_only_of_rows() -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     for rows, is_joined in ((2, True), (3, False), (4, False)):
         batches = [batch_of([6, 3]), batch_of([2, 4])]
         batches[0]["extra"], batches[1]["extra"] = torch.ones(2, 3), torch.ones(rows, 3)
-        parts = [Part(batch, rule.count(batch)) for batch in batches]
+        parts = [Part(batch, normalizer.count(batch)) for batch in batches]
         assert len(list(cuttable(parts))) == 2 + is_joined
         assert len(list(cuttable(parts[::-1]))) == 2 + is_joined
     wider = {**batches[0], "extra": torch.ones(2, 4)}
-    parts = [Part(batch, rule.count(batch)) for batch in (batches[0], wider)]
+    parts = [Part(batch, normalizer.count(batch)) for batch in (batches[0], wider)]
     assert len(list(cuttable(parts))) == 2
 
 
 def test_each_kind_of_micro_batch_is_looked_at() -> None:
-    rule = LossNormalizer(["labels"])
-    window = [rule.count(batch_of(lengths)) for lengths in ([6, 6], [0, 0], [6, 5], [5, 6], [6, 0], [1, 6], [0, 3])]
+    normalizer = LossNormalizer(["labels"])
+    window = [
+        normalizer.count(batch_of(lengths)) for lengths in ([6, 6], [0, 0], [6, 5], [5, 6], [6, 0], [1, 6], [0, 3])
+    ]
     assert choose_parts(window, 0, 9) == [2, 4, 5, 3, 6]  # whole rows; some without a target; some without a second
     assert choose_parts(window, 0, 2) == [2, 4]
     assert choose_parts(window, -1, 9) == [0, 4, 5, 2, 6, 3]
@@ -470,10 +482,10 @@ def test_a_look_takes_less_memory_than_a_step(num_items: Any) -> None:
     with PeakBytes() as step:
         loss_of(batches[0], num_items).backward()
     model.zero_grad()
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     with PeakBytes() as looking:
-        look(rule, loss_of, batches, num_items)
-    assert rule.is_scaled if num_items is not None else rule.is_confirmed
+        look(normalizer, loss_of, batches, num_items)
+    assert normalizer.is_scaled if num_items is not None else normalizer.is_confirmed
     assert looking.peak <= step.peak
 
 
@@ -481,12 +493,12 @@ def test_a_look_takes_less_memory_than_a_step(num_items: Any) -> None:
 
 
 def test_what_was_seen_can_be_taken_along() -> None:
-    rule = LossNormalizer(["labels"])
-    look(rule, by(MAIN[0]), [batch_of([3, 6, 1, 2])])
+    normalizer = LossNormalizer(["labels"])
+    look(normalizer, by(MAIN[0]), [batch_of([3, 6, 1, 2])])
     other = LossNormalizer(["labels"])
-    other.load_state_dict(json.loads(json.dumps(rule.state_dict())))
-    assert other.state_dict() == rule.state_dict()
-    assert (other.reduction, other.hits, other.misses) == (rule.reduction, rule.hits, rule.misses)
+    other.load_state_dict(json.loads(json.dumps(normalizer.state_dict())))
+    assert other.state_dict() == normalizer.state_dict()
+    assert (other.reduction, other.hits, other.misses) == (normalizer.reduction, normalizer.hits, normalizer.misses)
 
 
 def test_what_is_declared_now_is_stronger_than_what_was_seen_then() -> None:
@@ -497,16 +509,16 @@ def test_what_is_declared_now_is_stronger_than_what_was_seen_then() -> None:
 
 
 def test_what_an_older_version_wrote_is_passed_over() -> None:
-    rule = LossNormalizer(["labels"])
-    before = rule.state_dict()
-    rule.load_state_dict({"declared": None, "held": [{"unit": "tokens"}], "assumed": {}, "is_settled": True})
-    assert rule.state_dict() == before
+    normalizer = LossNormalizer(["labels"])
+    before = normalizer.state_dict()
+    normalizer.load_state_dict({"declared": None, "held": [{"unit": "tokens"}], "assumed": {}, "is_settled": True})
+    assert normalizer.state_dict() == before
 
 
 def damaged_states() -> list[dict[str, object]]:
-    rule = LossNormalizer(["labels"])
-    look(rule, by(MAIN[0]), [batch_of([3, 6, 1, 2])])
-    state = rule.state_dict()
+    normalizer = LossNormalizer(["labels"])
+    look(normalizer, by(MAIN[0]), [batch_of([3, 6, 1, 2])])
+    state = normalizer.state_dict()
     wrong_values = ("x", 10**30, 1.5, None, [], {}, [1, 2, 3])
     wrong_reductions = (["words", False, -100], ["tokens", 0, -100], ["tokens", False, "x"], ["tokens"])
     cases = [{**state, "reduction": value} for value in (*wrong_values, *wrong_reductions)]
@@ -526,11 +538,11 @@ def damaged_states() -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("state", damaged_states(), ids=str)
 def test_a_damaged_state_is_refused_whole(state: dict[str, object]) -> None:
-    rule = LossNormalizer(["labels"])
-    before = rule.state_dict()
+    normalizer = LossNormalizer(["labels"])
+    before = normalizer.state_dict()
     with pytest.raises((ValueError, TypeError, LookupError)):
-        rule.load_state_dict(state)
-    assert rule.state_dict() == before
+        normalizer.load_state_dict(state)
+    assert normalizer.state_dict() == before
 
 
 # ---- weights
@@ -547,13 +559,13 @@ def test_any_split_of_the_same_samples_adds_up_to_the_same_loss(
 ) -> None:
     logits, labels = make_batch(lengths, seed=sum(lengths))
     whole = float(loss_under(truth, logits, labels))
-    rule = LossNormalizer(["labels"], known=truth)
+    normalizer = LossNormalizer(["labels"], known=truth)
     edges = sorted({0, len(lengths), *(cut for cut in cuts if cut < len(lengths))})
     parts = [(logits[start:end], labels[start:end]) for start, end in itertools.pairwise(edges)]
-    counts = [rule.count({"labels": part_labels}) for _, part_labels in parts]
+    counts = [normalizer.count({"labels": part_labels}) for _, part_labels in parts]
     total = sum(item.weight for item in counts)
     contributions = [
-        float(loss_under(truth, *part)) * rule.factor(item, total)
+        float(loss_under(truth, *part)) * normalizer.factor(item, total)
         for part, item in zip(parts, counts, strict=True)
         if item.weight
     ]
@@ -561,12 +573,12 @@ def test_any_split_of_the_same_samples_adds_up_to_the_same_loss(
 
 
 def test_a_function_weighs_micro_batches() -> None:
-    rule = LossNormalizer(["labels"], declared=lambda batch: float(WEIGHTS[batch["labels"]].sum()))
+    normalizer = LossNormalizer(["labels"], declared=lambda batch: float(WEIGHTS[batch["labels"]].sum()))
     batches = [{"labels": torch.tensor([0, 1])}, {"labels": torch.tensor([2])}]
-    counts = [rule.count(batch) for batch in batches]
+    counts = [normalizer.count(batch) for batch in batches]
     assert [item.weight for item in counts] == pytest.approx([10.0, 0.1])
-    assert rule.recount(counts) == pytest.approx(10.1)
-    assert rule.factor(counts[0], 10.1) == pytest.approx(10 / 10.1)
+    assert normalizer.recount(counts) == pytest.approx(10.1)
+    assert normalizer.factor(counts[0], 10.1) == pytest.approx(10 / 10.1)
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="loss_weight returned"):
             LossNormalizer(["labels"], declared=lambda batch, wrong=wrong: wrong).count(batches[0])
@@ -575,11 +587,11 @@ def test_a_function_weighs_micro_batches() -> None:
 def test_targets_that_were_shifted_already_are_counted_where_they_stand() -> None:
     labels = torch.tensor([[5, 6, 7, 8], [5, 6, IGNORE_INDEX, IGNORE_INDEX]])
     ahead = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    rule = LossNormalizer(["labels"], declared="shifted_tokens", shifts=True)
-    counts = rule.count({"labels": labels, "shift_labels": ahead})
-    assert counts.weight == rule.count({"labels": labels}).weight == 4
-    assert rule.recount([counts]) == 4
-    assert rule.num_items([{"labels": labels, "shift_labels": ahead}]) == 4
+    normalizer = LossNormalizer(["labels"], declared="shifted_tokens", shifts=True)
+    counts = normalizer.count({"labels": labels, "shift_labels": ahead})
+    assert counts.weight == normalizer.count({"labels": labels}).weight == 4
+    assert normalizer.recount([counts]) == 4
+    assert normalizer.num_items([{"labels": labels, "shift_labels": ahead}]) == 4
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -593,9 +605,9 @@ def test_floating_point_targets_count_but_for_nan(share: float) -> None:
         kept = ~b["labels"].isnan()
         return (b["x"][kept] - b["labels"][kept]).square().mean()
 
-    rule = LossNormalizer(["labels"])
-    look(rule, loss_of, [batch])
-    counts = rule.count(batch)
+    normalizer = LossNormalizer(["labels"])
+    look(normalizer, loss_of, [batch])
+    counts = normalizer.count(batch)
     assert counts.weight / counts.samples == pytest.approx(float((~labels.isnan()).sum()) / 6 if share else 1)
 
 

@@ -20,7 +20,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The parts of each look; none finds anything."""
     seen: list[Any] = []
 
-    def look(self: Any, rule: Any, parts: Any, num_items: Any) -> list[Any]:
+    def look(self: Any, normalizer: Any, parts: Any, num_items: Any) -> list[Any]:
         seen.append(parts)
         return []
 
@@ -36,13 +36,15 @@ def test_a_few_micro_batches_are_prepared(tmp_path: Path, looks: list[Any], accu
 
 
 def test_a_window_is_looked_at_ahead_from_its_first_micro_batch_on(looks: list[Any]) -> None:
-    rule = LossNormalizer(["labels"])
+    normalizer = LossNormalizer(["labels"])
     strategy: Any = SimpleNamespace()
-    audit = LossAudit(strategy, rule, torch.nn.Linear(1, 1), torch.nn.Identity(), lambda batch: batch, False, bool)
+    audit = LossAudit(
+        strategy, normalizer, torch.nn.Linear(1, 1), torch.nn.Identity(), lambda batch: batch, False, bool
+    )
     batches = [{"labels": torch.full((2, 3), number)} for number in range(8)]
-    audit.observe_ahead(audit.model, lambda *given: None, batches, [rule.count(batch) for batch in batches], None)
+    audit.observe_ahead(audit.model, lambda *given: None, batches, [normalizer.count(batch) for batch in batches], None)
     [parts] = looks
     assert [int(part.counts.labels[0, 0]) for part in parts] == list(range(MAX_PARTS))
     empty = [{"labels": torch.full((2, 3), -100)}]
-    assert audit.observe_ahead(audit.model, lambda *given: None, empty, [rule.count(empty[0])], None) == []
+    assert audit.observe_ahead(audit.model, lambda *given: None, empty, [normalizer.count(empty[0])], None) == []
     assert len(looks) == 1

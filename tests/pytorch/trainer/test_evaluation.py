@@ -439,12 +439,12 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path, options: dict[str, An
 
 def test_what_is_kept_of_losses_does_not_grow() -> None:
     """There is one sum for all reductions that weighed every batch alike, not a list of batches."""
-    rule = LossNormalizer(["labels"])
-    total = LossSum(rule)
+    normalizer = LossNormalizer(["labels"])
+    total = LossSum(normalizer)
     labels = torch.randint(2, 11, (4, 7))
     labels[:, 5:] = -100
     for _ in range(50):
-        total.add(torch.tensor(1.5), rule.count({"labels": labels}), None)
+        total.add(torch.tensor(1.5), normalizer.count({"labels": labels}), None)
     # by targets with and without -100, shifted and not; by samples; by batches
     assert len(total._sums) == 6
     assert total.mean() == pytest.approx(1.5, rel=1e-6)
@@ -453,12 +453,12 @@ def test_what_is_kept_of_losses_does_not_grow() -> None:
 
 @pytest.mark.parametrize("num_batches", [1, 2])
 def test_an_open_reading_is_said_where_batches_are_weighed(num_batches: int, caplog: pytest.LogCaptureFixture) -> None:
-    rule = LossNormalizer(["labels"], coupled="It depends on the others")
-    total = LossSum(rule)
+    normalizer = LossNormalizer(["labels"], coupled="It depends on the others")
+    total = LossSum(normalizer)
     for number in range(num_batches):
         labels = torch.full((4, 7), 3)
         labels[:, 4 + 2 * number :] = -100
-        total.add(torch.tensor(1.5 + number), rule.count({"labels": labels}), None)
+        total.add(torch.tensor(1.5 + number), normalizer.count({"labels": labels}), None)
     assert total.mean() == (1.5 if num_batches == 1 else 2.0)
     assert ("could not be seen" in caplog.text) == (num_batches > 1)
     assert ("It depends on the others" in caplog.text) == (num_batches > 1)

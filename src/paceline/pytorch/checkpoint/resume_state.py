@@ -406,7 +406,7 @@ def saved_callbacks(
 def restore_loop(loop: Loop, normalizer: Stateful, progress: Mapping[str, Any], label_smoothing: float) -> None:
     """Restores the summary of steps not logged yet, the skipped windows, and the loss normalization."""
     LoopProgress(loop).load_state_dict(progress)
-    rule, arguments = progress.get("loss_rule"), progress.get("arguments") or {}
+    saved, arguments = progress.get("loss_rule"), progress.get("arguments") or {}
     # other label smoothing changes the loss, so its normalization must be inferred again
-    if rule is not None and arguments.get("label_smoothing_factor") == label_smoothing:
-        normalizer.load_state_dict(rule)
+    if saved is not None and arguments.get("label_smoothing_factor") == label_smoothing:
+        normalizer.load_state_dict(saved)

@@ -278,7 +278,7 @@ class CacheMaker:
             values = kept_values(logits, taught.settings.top_k, taught.settings.temperature)
         kept = stored_positions(labels, logits)
         counts = kept.reshape(num_samples, -1).sum(1).tolist()
-        rows = row_checks(inputs, taught.rule.label_names, num_samples).tolist()
+        rows = row_checks(inputs, taught.normalizer.label_names, num_samples).tolist()
         split = {name: torch.split(value[kept].cpu(), counts) for name, value in values.items()}
         samples = [Sample(row, {name: split[name][i].clone() for name in split}) for i, row in enumerate(rows)]
         return samples, logits.shape[-1]
@@ -426,4 +426,4 @@ def open_cache(
         store = LogitStore(folder, keys[0], len(loader.dataset))
         CacheMaker(distillation, store, strategy, loader, prepare, signals, name).make()
     distillation.teacher.to("cpu")  # it computes no more logits
-    return CachedLogits(store, ids, distillation.rule.label_names, name)
+    return CachedLogits(store, ids, distillation.normalizer.label_names, name)

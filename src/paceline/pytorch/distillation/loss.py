@@ -173,7 +173,7 @@ class Distillation:
     Args:
         teacher: the teacher's module, which is neither trained nor saved.
         settings: the settings.
-        rule: the loss normalizer, which knows the reduction of the hard loss and the names of the labels.
+        normalizer: the loss normalizer, which knows the reduction of the hard loss and the names of the labels.
         seed: the seed of the projections.
 
     Attributes:
@@ -181,11 +181,13 @@ class Distillation:
         cache: the teacher's logits on disk; None: the teacher computes them in each pass.
     """
 
-    def __init__(self, teacher: nn.Module, settings: DistillationSettings, rule: LossNormalizer, seed: int) -> None:
-        self.teacher, self.settings, self.rule = teacher, settings, rule
+    def __init__(
+        self, teacher: nn.Module, settings: DistillationSettings, normalizer: LossNormalizer, seed: int
+    ) -> None:
+        self.teacher, self.settings, self.normalizer = teacher, settings, normalizer
         self.projections = Projections(seed)
         signature = read_signature(teacher)
-        self._caller = Objective(signature, rule.label_names, LossNormalizer(rule.label_names))
+        self._caller = Objective(signature, normalizer.label_names, LossNormalizer(normalizer.label_names))
         config = getattr(innermost(teacher), "config", None)
         # encoder-decoder models make the decoder's inputs from the labels; a module of the user's may need them for its
         # own loss; other models of transformers save that loss without them
@@ -295,7 +297,7 @@ class Distillation:
 
     def is_unlabelled(self, inputs: object) -> bool:
         """Returns True if a batch has no labels, and needs none because only the soft loss counts."""
-        return self.settings.alpha == 1 and self.rule.find_labels(inputs) is None
+        return self.settings.alpha == 1 and self.normalizer.find_labels(inputs) is None
 
     def mix(self, hard: Tensor | None, outputs: Any, inputs: Any, num_items: Any) -> Tensor:
         """Returns the loss of a training pass.
@@ -322,7 +324,7 @@ class Distillation:
         else:
             reduction = self._reduction_of(outputs, labels)
             kept, shifts = kept_items(labels, reduction, "shift_labels" in inputs)
-        divisor = num_items if self.rule.is_scaled and num_items is not None else None
+        divisor = num_items if self.normalizer.is_scaled and num_items is not None else None
         soft = self._soft(student, teacher, kept, shifts, reduction, divisor)
         settings = self.settings
         hard = torch.zeros_like(soft) if hard is None else hard
@@ -340,13 +342,13 @@ class Distillation:
         Raises:
             ValueError: they are no classes, or there are several.
         """
-        named = [name for name in self.rule.label_names if isinstance(inputs.get(name), Tensor)]
+        named = [name for name in self.normalizer.label_names if isinstance(inputs.get(name), Tensor)]
         if len(named) > 1:
             raise UnsupportedOption(
                 f"teacher: the batches have several targets ({', '.join(named)}), and the soft loss is defined for "
                 "one: name it in label_names=[...], or compute the soft loss in compute_loss_func."
             )
-        labels = inputs["shift_labels"] if named and "shift_labels" in inputs else self.rule.find_labels(inputs)
+        labels = inputs["shift_labels"] if named and "shift_labels" in inputs else self.normalizer.find_labels(inputs)
         if labels is not None and labels.is_floating_point():
             raise UnsupportedOption(
                 "teacher: the targets are floating-point numbers, and the soft loss compares probabilities of classes: "
@@ -374,20 +376,20 @@ class Distillation:
         Raises:
             ModelOutputError: it returned none.
         """
-        dropped = () if self._needs_labels else self.rule.label_names
+        dropped = () if self._needs_labels else self.normalizer.label_names
         required = self._caller.signature.required
         rest = {name: value for name, value in inputs.items() if name not in dropped or name in required}
         return find_logits(self._caller.call(self.teacher, {**rest, **self._switches}), labels, "teacher")
 
     def _reduction_of(self, outputs: Any, labels: Tensor) -> LossReduction:
         """Returns the reduction of the hard loss: the known one, or that of a cross-entropy that equals it."""
-        rule = self.rule
-        if labels.dim() == 1 or rule.is_certain or rule.is_confirmed:
-            return rule.reduction
+        normalizer = self.normalizer
+        if labels.dim() == 1 or normalizer.is_certain or normalizer.is_confirmed:
+            return normalizer.reduction
         if not self._is_examined:
             self._is_examined = True
-            self._shifts = LabelSmoother(0.0).find_shift(outputs, labels, rule.shifts)
-        return rule.reduction if self._shifts is None else LossReduction("tokens", shifted=self._shifts)
+            self._shifts = LabelSmoother(0.0).find_shift(outputs, labels, normalizer.shifts)
+        return normalizer.reduction if self._shifts is None else LossReduction("tokens", shifted=self._shifts)
 
     def _soft(
         self,
@@ -519,7 +521,7 @@ def make_distillation(
     options: Options,
     *,
     student: nn.Module,
-    rule: LossNormalizer,
+    normalizer: LossNormalizer,
     tokenizer: object,
 ) -> Distillation | None:
     """Returns the distillation of a Trainer; None without a teacher.
@@ -528,7 +530,7 @@ def make_distillation(
         given: the Trainer's argument `teacher`: a module, a folder, or None.
         options: the arguments.
         student: the model.
-        rule: the loss normalizer of the hard loss.
+        normalizer: the loss normalizer of the hard loss.
         tokenizer: `processing_class`.
 
     Raises:
@@ -543,4 +545,4 @@ def make_distillation(
     check_with_teacher(options)
     folder = given if option is None else option
     check_teacher(teacher, student, tokenizer, None if isinstance(folder, nn.Module) else folder)
-    return Distillation(teacher, settings_of(options), rule, options.seed)
+    return Distillation(teacher, settings_of(options), normalizer, options.seed)

@@ -45,8 +45,8 @@ Rows = dict[str, Any]
 class DistributedLossSum(LossSum):
     """The weighted mean of the losses of all processes."""
 
-    def __init__(self, rule: LossNormalizer, world: World, is_data_leader: bool) -> None:
-        super().__init__(rule)
+    def __init__(self, normalizer: LossNormalizer, world: World, is_data_leader: bool) -> None:
+        super().__init__(normalizer)
         self.world = world
         self.is_data_leader = is_data_leader
 
@@ -138,7 +138,7 @@ class DistributedEvaluation(EvaluationLoop):
         self._dummy_batch: Any = None
 
     def _make_sum(self) -> LossSum:
-        return DistributedLossSum(self.rule, self.world, self._is_leader)
+        return DistributedLossSum(self.normalizer, self.world, self._is_leader)
 
     def _make_buffer(self, disk_buffer: DiskBuffer) -> PredictionBuffer:
         return DistributedPredictionBuffer(self.options, disk_buffer, self.world, self._is_leader)
@@ -162,7 +162,7 @@ class DistributedEvaluation(EvaluationLoop):
             if self._needs_dummy and here < self.world.world_size and self._dummy_batch is None:
                 self._dummy_batch = self._find_dummy(held)
             yield held, more == 0
-            self.rule.num_updates += 1
+            self.normalizer.num_updates += 1
             held = after
 
     def _find_dummy(self, held: object) -> Any:
@@ -213,8 +213,8 @@ class DistributedEvaluation(EvaluationLoop):
         """Takes part in the collectives of the other processes' probe."""
         if self._needs_dummy:
             probe = LossProbe(self.model, self._loss_of, must_match=True)
-            probe.look(self.rule, [Part(self._dummy_batch, Counts(0, None, 0))], None)
-        self.rule.learn(self._gather([]))
+            probe.look(self.normalizer, [Part(self._dummy_batch, Counts(0, None, 0))], None)
+        self.normalizer.learn(self._gather([]))
 
     @property
     def waits_for_others(self) -> bool:  # type: ignore[override]
@@ -259,7 +259,7 @@ class PipelineEvaluation(DistributedEvaluation):
     def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> Rows:
         batch = self.strategy.place(batch)
         if self._looks:
-            self._observe(batch, self.rule.count(batch))
+            self._observe(batch, self.normalizer.count(batch))
             self._looks = False
         if not self.strategy.is_last:
             self.strategy.forward(batch, None)

@@ -30,10 +30,10 @@ class LossSum:
     ones. Reductions with equal weights share one sum, for any number of batches.
     """
 
-    def __init__(self, rule: LossNormalizer) -> None:
-        self.rule = rule
+    def __init__(self, normalizer: LossNormalizer) -> None:
+        self.normalizer = normalizer
         self.num_batches = 0  # batches with a loss
-        self._sums = [Sum(list(rule.candidates))]
+        self._sums = [Sum(list(normalizer.candidates))]
         self._early: list[tuple[Tensor, Counts, object]] = []
 
     def add(self, loss: Tensor, counts: Counts, num_items: object) -> None:
@@ -41,7 +41,7 @@ class LossSum:
         NaN.
         """
         loss = loss.detach().double() if loss.device.type != "mps" else loss.detach()
-        if not self._holds(self.rule.candidates):
+        if not self._holds(self.normalizer.candidates):
             self._take_new()
         self.num_batches += 1
         if self.num_batches <= EARLY:
@@ -64,12 +64,12 @@ class LossSum:
         candidates count all targets of the batches before them.
         """
         if self.num_batches <= EARLY:
-            self._sums = [Sum(list(self.rule.candidates))]
+            self._sums = [Sum(list(self.normalizer.candidates))]
             for loss, counts, num_items in self._early:
                 self._weigh(loss, counts, num_items)
             return
         known = {reduction for kept in self._sums for reduction in kept.reductions}
-        for reduction in self.rule.candidates:
+        for reduction in self.normalizer.candidates:
             if reduction not in known:
                 usual = replace(reduction, ignore_index=IGNORE_INDEX)
                 next(kept for kept in self._sums if usual in kept.reductions).reductions.append(reduction)
@@ -81,9 +81,9 @@ class LossSum:
         num_items: Any,
     ) -> dict[float, list[LossReduction]]:
         """Returns the reductions grouped by the weight they give this batch."""
-        if self.rule.function is not None:
+        if self.normalizer.function is not None:
             return {counts.weight: reductions}
-        if self.rule.is_scaled and num_items is not None:
+        if self.normalizer.is_scaled and num_items is not None:
             return {float(num_items): reductions}
         found: dict[float, list[LossReduction]] = {}
         for reduction in reductions:
@@ -97,17 +97,17 @@ class LossSum:
 
         Logs a warning if other possible reductions would give another mean.
         """
-        rule = self.rule
-        reductions = rule.open_reductions()
+        normalizer = self.normalizer
+        reductions = normalizer.open_reductions()
         found = [next(item for item in self._sums if reduction in item.reductions) for reduction in reductions]
         number, *values = self.share([self.num_batches, *(float(item.total) for item in found)])
         weights = self.share([item.weight for item in found])
         means = [self._divide(*each) for each in zip(reductions, values, weights, strict=True)]
         own = means[0]
         if number > 1:
-            rule.warn_of_coupling()
+            normalizer.warn_of_coupling()
             others = [mean for mean in means[1:] if mean is not None and own is not None]
-            rule.warn_of_doubt(any(abs(mean - (own or 0.0)) > 1e-6 * abs(own or 0.0) for mean in others))
+            normalizer.warn_of_doubt(any(abs(mean - (own or 0.0)) > 1e-6 * abs(own or 0.0) for mean in others))
         return own if number else None
 
     def share(self, values: list[float]) -> list[float]:
@@ -117,4 +117,4 @@ class LossSum:
     def _divide(self, reduction: LossReduction, total: float, weight: float) -> float | None:
         if weight == 0:
             return None
-        return total if reduction.unit == "sum" and not self.rule.is_scaled else total / weight
+        return total if reduction.unit == "sum" and not self.normalizer.is_scaled else total / weight

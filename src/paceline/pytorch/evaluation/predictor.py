@@ -61,7 +61,7 @@ class EvaluationLoop:
     Args:
         model: the model as the strategy prepared it.
         strategy: places its tensors.
-        rule: weights losses.
+        normalizer: weights losses.
         prediction_step: the Trainer's, bound: `(model, inputs, loss_only, ignore_keys) -> (loss, logits, labels)`.
         count_items: `(batches) -> num_items_in_batch` as passed to the model, which may be None.
         compute_metrics: `(EvalPrediction) -> dict`, with `compute_result` when streaming, or a `StreamingMetric`; None:
@@ -82,7 +82,7 @@ class EvaluationLoop:
 
     model: nn.Module
     strategy: Strategy
-    rule: LossNormalizer
+    normalizer: LossNormalizer
     prediction_step: Callable[..., tuple[Any, Any, Any]]
     count_items: Callable[[Sequence[Any]], Any]
     compute_metrics: Any  # a function, a StreamingMetric, or None
@@ -132,10 +132,10 @@ class EvaluationLoop:
         self._keeps = not loss_only and (keep_streamed or not is_streamed)
         if self.metric is not None:
             self.metric.reset()
-        with DiskBuffer(self.options.spill_bytes, self.options.spill_folder) as disk_buffer, self.rule.put_back():
+        with DiskBuffer(self.options.spill_bytes, self.options.spill_folder) as disk_buffer, self.normalizer.put_back():
             kept = self._make_buffer(disk_buffer)
-            as_cast = casting(self.model, self.options.dtype, self.rule, self.strategy)
-            self.rule.num_updates = 0
+            as_cast = casting(self.model, self.options.dtype, self.normalizer, self.strategy)
+            self.normalizer.num_updates = 0
             with evaluating(self.model), as_cast:
                 for batch, is_last in self._batches(loader):
                     rows, size = self._take(batch, total, kept, loader, loss_only, ignore_keys)
@@ -162,7 +162,7 @@ class EvaluationLoop:
         )
 
     def _make_sum(self) -> LossSum:
-        return LossSum(self.rule)
+        return LossSum(self.normalizer)
 
     def _make_buffer(self, disk_buffer: DiskBuffer) -> PredictionBuffer:
         return PredictionBuffer(self.options, disk_buffer)
@@ -174,7 +174,7 @@ class EvaluationLoop:
                 raise Interrupted
             self._looks = self._is_due(self.name_inputs(batch), is_last)
             yield batch, is_last
-            self.rule.num_updates += 1
+            self.normalizer.num_updates += 1
 
     def _take(
         self,
@@ -195,7 +195,7 @@ class EvaluationLoop:
 
     def _predict(self, batch: object, total: LossSum, loss_only: bool, ignore_keys: list[str] | None) -> dict[str, Any]:
         """Runs one batch through the model, adds its loss to `total`, and returns the data to store, on the device."""
-        counts = self.rule.count(batch)
+        counts = self.normalizer.count(batch)
         if self._looks:
             self._observe(batch, counts)
         self._before = Part(copy.copy(batch), counts) if counts.samples == 1 else None
@@ -224,13 +224,13 @@ class EvaluationLoop:
 
     def _is_due(self, batch: object, is_last: bool) -> bool:
         """Returns True if the loss of this batch and of parts of it must be probed."""
-        rule = self.rule
-        is_said = rule.declared not in (None, "samples") or rule.is_scaled
-        if not self.probes or is_said or (is_last and rule.num_updates == 0):
+        normalizer = self.normalizer
+        is_said = normalizer.declared not in (None, "samples") or normalizer.is_scaled
+        if not self.probes or is_said or (is_last and normalizer.num_updates == 0):
             return False  # the reduction is decided, or there is a single batch, whose weight does not matter
-        counts = [part.counts for part in self._parts(batch, rule.count(batch))]
-        is_done = rule.is_confirmed and not rule.is_open_for(counts, True, rule.candidates)
-        return sum(item.samples for item in counts) > 1 and not is_done and rule.is_due(counts, by_row=True)
+        counts = [part.counts for part in self._parts(batch, normalizer.count(batch))]
+        is_done = normalizer.is_confirmed and not normalizer.is_open_for(counts, True, normalizer.candidates)
+        return sum(item.samples for item in counts) > 1 and not is_done and normalizer.is_due(counts, by_row=True)
 
     def _parts(self, batch: object, counts: Counts) -> list[Part]:
         """Returns the samples for a probe: the batch, and with batches of one sample also the previous batch."""
@@ -242,7 +242,7 @@ class EvaluationLoop:
         # no copies with collectives, because processes that only take part in a probe do not run copies
         copies = 1 if self.waits_for_others else MAX_COPIES
         probe = LossProbe(self.model, self._loss_of, 2, copies, self.waits_for_others, [self.prediction_step])
-        self.rule.learn(self._gather(probe.look(self.rule, self._parts(copy.copy(batch), counts), None)))
+        self.normalizer.learn(self._gather(probe.look(self.normalizer, self._parts(copy.copy(batch), counts), None)))
 
     def _loss_of(self, batch: object, num_items: object) -> Tensor | None:
         return self.prediction_step(self.model, batch, True, None)[0]  # type: ignore[no-any-return]
@@ -314,7 +314,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossNormalizer, strategy: Any) -> Iterator[None]:
+def casting(model: nn.Module, dtype: torch.dtype | None, normalizer: LossNormalizer, strategy: Any) -> Iterator[None]:
     """Casts a model and its floating-point inputs, but not labels, to `dtype`; None does nothing.
 
     The original weights are restored exactly afterwards.
@@ -322,7 +322,7 @@ def casting(model: nn.Module, dtype: torch.dtype | None, rule: LossNormalizer, s
     if dtype is None:
         yield
         return
-    cast = partial(narrow, dtype=dtype, kept=rule.label_names)
+    cast = partial(narrow, dtype=dtype, kept=normalizer.label_names)
     handle = model.register_forward_pre_hook(lambda module, args, named: (cast(args), cast(named)), with_kwargs=True)
     try:
         with strategy.cast_model(model, dtype):

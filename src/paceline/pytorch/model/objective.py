@@ -25,7 +25,7 @@ class Objective:
     Args:
         signature: the parameters of `forward`.
         label_names: names under which a batch carries its targets.
-        rule: records if `num_items_in_batch` was passed to the code that computed the loss.
+        normalizer: records if `num_items_in_batch` was passed to the code that computed the loss.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`, replaces the model's own loss.
         smoother: computes a smoothed cross-entropy, which replaces the model's own loss.
         linear_loss: computes cross-entropies over the model's head in chunks; None disables it.
@@ -41,13 +41,13 @@ class Objective:
         self,
         signature: ForwardSignature,
         label_names: Sequence[str],
-        rule: LossNormalizer,
+        normalizer: LossNormalizer,
         compute_loss_func: Callable[..., Tensor] | None = None,
         smoother: LabelSmoother | None = None,
         linear_loss: LinearLoss | None = None,
     ) -> None:
         self.label_names = tuple(label_names)
-        self.rule = rule
+        self.normalizer = normalizer
         self.compute_loss_func = compute_loss_func
         self.smoother = smoother
         self.linear_loss = linear_loss
@@ -64,11 +64,11 @@ class Objective:
         by_model = self.compute_loss_func is None and self.smoother is None and signature.takes_num_items
         self.wants_num_items = self._func_takes_num_items or by_model
 
-    def report_to(self, rule: LossNormalizer) -> None:
+    def report_to(self, normalizer: LossNormalizer) -> None:
         """Sets what records if `num_items_in_batch` was passed."""
-        self.rule = rule
+        self.normalizer = normalizer
         if self.linear_loss is not None:
-            self.linear_loss.report_to(rule)
+            self.linear_loss.report_to(normalizer)
 
     def __call__(self, model: nn.Module, inputs: Any, num_items: Any = None) -> tuple[Tensor | None, Any]:
         """Returns the loss and the model's outputs; the loss is None only if no gradient is needed."""
@@ -88,7 +88,7 @@ class Objective:
                     "label_names=[...], or leave label_smoothing_factor out."
                 )
         if num_items is not None and self.signature.takes_num_items:
-            self.rule.passes_count = True
+            self.normalizer.passes_count = True
             outputs = self.call(model, {**inputs, "num_items_in_batch": num_items})
         elif type(inputs) is dict and self.accepted.issuperset(inputs):  # fast path for the common case: saves a call
             try:
@@ -210,7 +210,7 @@ class Objective:
         assert self.compute_loss_func is not None
         self.rule.calls_function = True
         if self._func_takes_num_items:
-            self.rule.passes_count = num_items is not None
+            self.normalizer.passes_count = num_items is not None
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
         else:
             loss = self.compute_loss_func(outputs, labels)
@@ -233,9 +233,9 @@ class Objective:
 
         def loss_of(outputs: Any) -> Tensor:
             if self._shifts is None:
-                assumed = self.rule.shifts
+                assumed = self.normalizer.shifts
                 self._shifts = smoother.find_shift(outputs, labels, assumed)
-                self.rule.know(LossReduction("tokens", shifted=assumed if self._shifts is None else self._shifts))
+                self.normalizer.know(LossReduction("tokens", shifted=assumed if self._shifts is None else self._shifts))
             return self.smoothed_loss(outputs, labels)
 
         return self._call_with(model, inputs, loss_of)
@@ -243,7 +243,7 @@ class Objective:
     def smoothed_loss(self, outputs: Any, labels: Tensor) -> Tensor:
         """Returns the smoothed loss of outputs; `label_smoothing_factor` must be set."""
         assert self.smoother is not None
-        shifted = self.rule.shifts if self._shifts is None else self._shifts
+        shifted = self.normalizer.shifts if self._shifts is None else self._shifts
         return self.smoother(outputs, labels, shift_labels=shifted)
 
 

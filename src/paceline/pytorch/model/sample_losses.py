@@ -72,7 +72,7 @@ class SampleLosses:
     """Computes the losses of the samples of each pass.
 
     Args:
-        rule: knows the targets that do not count, and the assumed reduction.
+        normalizer: knows the targets that do not count, and the assumed reduction.
         smoothing: `label_smoothing_factor`.
         option: the option that needs them, for the error.
 
@@ -80,8 +80,8 @@ class SampleLosses:
         error: largest difference from the returned loss so far, in units of rounding, on the device; None before any.
     """
 
-    def __init__(self, rule: LossNormalizer, smoothing: float, option: str) -> None:
-        self._rule, self._smoothing, self._option = rule, smoothing, option
+    def __init__(self, normalizer: LossNormalizer, smoothing: float, option: str) -> None:
+        self._normalizer, self._smoothing, self._option = normalizer, smoothing, option
         self._forms: list[Form] = []  # that fit so far
         self._num_looks = 0
         self.error: Tensor | None = None
@@ -125,9 +125,11 @@ class SampleLosses:
         if isinstance(given, Tensor) and given.shape == (counts.samples,):
             losses, all_count = widen(given.detach()), torch.ones_like(given, dtype=torch.bool)
             return lambda form: (losses, all_count), [Form(GIVEN, "all_samples"), Form(GIVEN, "sum")]
-        labels, assumed = counts.labels, self._rule.reduction
+        labels, assumed = counts.labels, self._normalizer.reduction
         if labels is None:
-            raise self._unknown(f"the batch has no targets under {' or '.join(self._rule.label_names) or 'any name'}")
+            raise self._unknown(
+                f"the batch has no targets under {' or '.join(self._normalizer.label_names) or 'any name'}"
+            )
         logits = self._logits(outputs, labels)
         targets = labels.to(logits.device, non_blocking=True)
         if logits.dim() > targets.dim() and logits.shape[-1] == 1:  # a regression on integers
@@ -147,7 +149,7 @@ class SampleLosses:
         """Returns the cross-entropies of integer targets; the logits have the classes last."""
         if shifts:
             logits, targets = logits[:, :-1], targets[:, 1:]
-        kept = targets != self._rule.reduction.ignore_index
+        kept = targets != self._normalizer.reduction.ignore_index
         known = targets.clamp(0, logits.shape[-1] - 1)
         own = logits.gather(-1, known.unsqueeze(-1)).squeeze(-1)
         if self._smoothing:

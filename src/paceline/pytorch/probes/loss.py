@@ -127,30 +127,30 @@ class LossProbe:
         self._wholes: dict[Part, float | None] = {}  # losses of earlier splits
         self._ignored = IgnoredTargets()
 
-    def look(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
+    def look(self, normalizer: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
         """Returns the observations from the losses of these micro-batches and of parts of them.
 
         Args:
-            rule: the reduction rule to test.
+            normalizer: the loss normalizer whose reduction is tested.
             parts: micro-batches; the first one's pass is always made.
             num_items: the count that is passed to the loss function, or None.
         """
         found: list[Observation] = []
         self._largest = max(part.counts.samples for part in parts)
         with undoing([self.model, *self.owners]), leaving_no_trace(self.model):
-            is_open = rule.declared is None and rule.is_scaled is not False
+            is_open = normalizer.declared is None and normalizer.is_scaled is not False
             if is_open and self.agree(num_items is not None):
-                found.append(self._change_count(rule, parts[0], num_items))
+                found.append(self._change_count(normalizer, parts[0], num_items))
                 if self.agree(found[0].count in ("scaled", "partly")):
                     return found
-            if rule.is_scaled:
+            if normalizer.is_scaled:
                 return found
             self.model.eval()
-            found += self._cut_all(rule, parts, num_items)
-            added = self._candidates(rule)[len(rule.candidates) :]
+            found += self._cut_all(normalizer, parts, num_items)
+            added = self._candidates(normalizer)[len(normalizer.candidates) :]
             if added:
                 found.append(Observation(ignored=tuple(dict.fromkeys(item.ignore_index for item in added))))
-            return found if rule.is_certain else found + self._test_sum(parts, found, num_items)
+            return found if normalizer.is_certain else found + self._test_sum(parts, found, num_items)
 
     def ratio_of_counted(self, part: Part, without_count: Callable[[], AbstractContextManager[None]]) -> float:
         """Returns the ratio of the loss of a batch with its count to that without one; 0.0 if one of them is unknown.
@@ -166,22 +166,22 @@ class LossProbe:
         ratio = counted / mean if counted and mean else 0.0
         return ratio if math.isfinite(ratio) else 0.0
 
-    def _candidates(self, rule: LossNormalizer) -> tuple[LossReduction, ...]:
-        """Returns those of the rule, and those with target values that the passes so far may have ignored."""
-        return with_ignored(rule.candidates, self._ignored.found)
+    def _candidates(self, normalizer: LossNormalizer) -> tuple[LossReduction, ...]:
+        """Returns those of the normalizer, and those with target values that the passes so far may have ignored."""
+        return with_ignored(normalizer.candidates, self._ignored.found)
 
-    def _cut_all(self, rule: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
+    def _cut_all(self, normalizer: LossNormalizer, parts: Sequence[Part], num_items: object) -> list[Observation]:
         """Splits micro-batches where that separates most of the open reductions."""
         found: list[Observation] = []
-        wanted = 1 if rule.trusts_class or rule.is_confirmed else self.rounds
+        wanted = 1 if normalizer.trusts_class or normalizer.is_confirmed else self.rounds
         # if two joined samples ran out of memory, the processes would make different numbers of passes
         joins = not self.must_match or self._largest > 1
-        cuts = find_cuts(parts, self._candidates(rule)) if joins else []
+        cuts = find_cuts(parts, self._candidates(normalizer)) if joins else []
         is_small_seen = False
         num_informative = 0
         for _ in range(wanted if self.must_match else MAX_CUTS):
             missed = {candidate for item in found for candidate in item.misses}
-            asked = MAIN if rule.is_certain else rule.open_reductions(among=self._candidates(rule))
+            asked = MAIN if normalizer.is_certain else normalizer.open_reductions(among=self._candidates(normalizer))
             alive = [item for item in asked if item not in missed]
             best = max(cuts, key=lambda cut: cut.rank(alive, is_small_seen), default=None)
             if not self.must_match and is_enough(best, alive, is_small_seen, num_informative >= wanted):
@@ -190,14 +190,14 @@ class LossProbe:
                 for _ in range(3):
                     self._loss(parts[0], num_items)
                 continue
-            seen = self._compare(rule, best, num_items)
+            seen = self._compare(normalizer, best, num_items)
             found += seen
             is_informative = any(item.misses for item in seen)
             num_informative += is_informative
             is_small_seen |= best.is_small and is_informative
             cuts.remove(best)
             for cut in cuts:
-                cut.weigh(self._candidates(rule))
+                cut.weigh(self._candidates(normalizer))
                 cut.uses += cut.whole is best.whole
         return found
 
@@ -271,11 +271,11 @@ class LossProbe:
             return "ignored"
         return "scaled" if abs(ratio - 0.5) <= allowed else "partly"
 
-    def _change_count(self, rule: LossNormalizer, part: Part, num_items: Any) -> Observation:
+    def _change_count(self, normalizer: LossNormalizer, part: Part, num_items: Any) -> Observation:
         """Tests if the loss depends on the count, with the same random numbers.
 
         Args:
-            rule: the reduction rule to test.
+            normalizer: the loss normalizer whose reduction is tested.
             part: the micro-batch.
             num_items: its count; None: this process has no count, and only runs the passes that the others run.
         """
@@ -285,7 +285,7 @@ class LossProbe:
         is_asked = count in ("scaled", "partly")
         multiple = 0.0
         if self.agree(is_asked):
-            mean, number = self._repeatable(part, None), self._num_targets(rule, part)
+            mean, number = self._repeatable(part, None), self._num_targets(normalizer, part)
             if is_asked and first and mean and number:
                 multiple = first * float(num_items) / (mean * number)
         return Observation(count=count, multiple=multiple)
@@ -295,12 +295,12 @@ class LossProbe:
         with preserved_rng():
             return self._loss(part, num_items)
 
-    def _num_targets(self, rule: LossNormalizer, part: Part) -> int:
+    def _num_targets(self, normalizer: LossNormalizer, part: Part) -> int:
         """Returns the number of targets of a micro-batch; `compute_loss` without a count returns the mean over them."""
-        own = LossReduction("tokens", shifted=rule.shifts)
+        own = LossReduction("tokens", shifted=normalizer.shifts)
         return own.weigh(part.counts.labels, part.counts.samples, part.counts.is_shifted)
 
-    def _compare(self, rule: LossNormalizer, cut: Cut, num_items: object) -> list[Observation]:
+    def _compare(self, normalizer: LossNormalizer, cut: Cut, num_items: object) -> list[Observation]:
         """Compares the loss of a micro-batch with the losses of its two parts."""
         whole, *others = cut.parts()
         if whole not in self._wholes or self.must_match:
@@ -309,7 +309,7 @@ class LossProbe:
         known = [value for value in losses if value is not None]
         if len(known) < 3 or not math.isfinite(known[0]):
             return []
-        candidates = self._candidates(rule)
+        candidates = self._candidates(normalizer)
         cut.weigh(candidates)
         return [Split(known[0], known[1], known[2], cut.shares.get, self._tolerance).observe(candidates)]
 

@@ -429,7 +429,7 @@ def check_run(context: Context) -> None:
     if context.num_samples is None:
         raise UnsupportedOption(f"{NAME} needs the number of training samples, and the data has no length.")
     check_use_of_samples(context.feed and context.feed.loader)
-    if context.objective.rule.function is not None:
+    if context.objective.normalizer.function is not None:
         raise UnsupportedOption(
             f"{NAME} with a function as loss_weight, which has no weights of single samples: name a reduction."
         )

@@ -79,7 +79,7 @@ class DataMapRecorder:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
         ids: the sample ids of the accumulation windows.
         strategy: the strategy of the run.
-        rule: the loss normalizer, which knows the shift of the targets.
+        normalizer: the loss normalizer, which knows the shift of the targets.
         num_samples: the number of samples of the dataset.
         copies: copy the logits, since compiled code may write to their memory again.
 
@@ -92,7 +92,7 @@ class DataMapRecorder:
         training_step: Callable[..., Tensor],
         ids: WindowIds,
         strategy: SingleDevice,
-        rule: LossNormalizer,
+        normalizer: LossNormalizer,
         num_samples: int,
         copies: bool,
     ) -> None:
@@ -102,7 +102,7 @@ class DataMapRecorder:
                 "no process has all logits of a sample: use parallel='ddp' or 'fsdp', or leave it out."
             )
         self._training_step, self._ids = training_step, ids
-        self._strategy, self._rule = strategy, rule
+        self._strategy, self._normalizer = strategy, normalizer
         self._copies = copies
         self._engine: Engine | None = None
         self._outputs: Any = None
@@ -132,19 +132,19 @@ class DataMapRecorder:
         self._outputs = outputs
         counts = self._engine.current.counts if self._engine is not None and self._engine.current is not None else None
         if self._shifts is None and counts is not None and counts.labels is not None and self._is_shift_open(counts):
-            smoother = LabelSmoother(0.0, self._rule.reduction.ignore_index)
+            smoother = LabelSmoother(0.0, self._normalizer.reduction.ignore_index)
             labels = counts.labels.to(self._strategy.device)
-            self._shifts = smoother.find_shift(outputs, labels, self._rule.reduction.shifted)
+            self._shifts = smoother.find_shift(outputs, labels, self._normalizer.reduction.shifted)
 
     def _is_shift_open(self, counts: Counts | Waiting) -> bool:
         """Returns True if it is not known yet whether the loss compares an output with the next target.
 
         Probes of the reduction need not tell: rows of the same number of targets have the same weights in both cases.
         """
-        labels, rule = counts.labels, self._rule
+        labels, normalizer = counts.labels, self._normalizer
         if labels is None or labels.dim() < 2 or labels.is_floating_point() or counts.is_shifted:
             return False
-        return not rule.trusts_class and rule.declared not in ("tokens", "shifted_tokens")
+        return not normalizer.trusts_class and normalizer.declared not in ("tokens", "shifted_tokens")
 
     def _keep(self, engine: Engine, current: Any, outputs: Any) -> None:
         """Keeps the logits of a pass until they are evaluated."""
@@ -152,7 +152,7 @@ class DataMapRecorder:
         if labels is None or labels.is_floating_point():
             raise UnsupportedOption(
                 "data_map=True needs integer classes as targets in the batches, under one of the names "
-                f"{', '.join(self._rule.label_names)}: leave it out."
+                f"{', '.join(self._normalizer.label_names)}: leave it out."
             )
         first = sum(map(batch_size_of, engine.batches[: current.index]))
         samples = self._ids.current[first : first + len(labels)]
@@ -197,7 +197,7 @@ class DataMapRecorder:
     def _evaluate(self, group: Sequence[Waiting]) -> None:
         logits = torch.cat([each.logits for each in group])
         labels = torch.cat([each.labels for each in group]).to(logits.device, non_blocking=True)
-        reduction = self._rule.reduction
+        reduction = self._normalizer.reduction
         if self._is_shift_open(group[0]):
             if self._shifts is None:
                 self._warn_of_shift(reduction.shifted)

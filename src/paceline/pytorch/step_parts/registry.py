@@ -61,7 +61,7 @@ class Setup:
         strategy: the strategy of the run; it has prepared the model.
         model: as the user gave it.
         optimizer: the optimizer of the run.
-        rule: scales the losses of micro-batches.
+        normalizer: scales the losses of micro-batches.
         plan: the plan of the run.
         feed: its data.
         signals: requests to stop.
@@ -76,7 +76,7 @@ class Setup:
     strategy: SingleDevice
     model: nn.Module
     optimizer: Any
-    rule: LossNormalizer
+    normalizer: LossNormalizer
     plan: Plan
     feed: StatefulDataIterator
     signals: StopSignals
@@ -178,7 +178,7 @@ def record_samples(setup: Setup) -> StepPart | None:
         adapted(setup.training_step, 3),
         setup.sample_ids,
         setup.strategy,
-        setup.rule,
+        setup.normalizer,
         len(setup.feed.loader.dataset),
         setup.options.torch_compile,
     )
@@ -212,7 +212,7 @@ def record_sources(setup: Setup) -> StepPart | None:
     if setup.sample_sources is None:
         return None
     option = f"loss_by_source={options.loss_by_source!r}"
-    losses = sample_losses.SampleLosses(setup.rule, options.label_smoothing_factor, option)
+    losses = sample_losses.SampleLosses(setup.normalizer, options.label_smoothing_factor, option)
     leaves_out = setup.plan.leave_out_non_finite
     made = source_loss.SourceLoss(setup.sample_sources, setup.strategy, losses, leaves_out)
     return StepPart(names.SOURCE_LOSS, made, meter=made, is_stateful=True, join=made.join, before_save=made.gather)
