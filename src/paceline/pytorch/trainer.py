@@ -57,17 +57,18 @@ if TYPE_CHECKING:
     from paceline.compat import trial_runs
     from paceline.hub import described
     from paceline.predictions import augmentation as test_time
-    from paceline.pytorch import packing, parts, previews, session
+    from paceline.pytorch import packing, parts, session
     from paceline.pytorch.checkpoint import checkpointer
-    from paceline.pytorch.doctor import findings
+    from paceline.pytorch.doctor import case, findings
     from paceline.pytorch.evaluation import augmentation, predictor
-    from paceline.pytorch.forecast import result
+    from paceline.pytorch.forecast import preview, result
     from paceline.pytorch.optim import optimizers as optimizer_registry
     from paceline.pytorch.optim.averages import AveragedWeights
     from paceline.pytorch.short_runs import batch_search, lr_search, module_memory
     from paceline.pytorch.step_parts.registry import StepParts
 else:
     batch_search = LateModule("paceline.pytorch.short_runs.batch_search")
+    case = LateModule("paceline.pytorch.doctor.case")
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
     described = LateModule("paceline.hub.described")
     findings = LateModule("paceline.pytorch.doctor.findings")
@@ -76,7 +77,7 @@ else:
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
     packing = LateModule("paceline.pytorch.packing")
     parts = LateModule("paceline.pytorch.parts")
-    previews = LateModule("paceline.pytorch.previews")
+    preview = LateModule("paceline.pytorch.forecast.preview")
     predictor = LateModule("paceline.pytorch.evaluation.predictor")
     result = LateModule("paceline.pytorch.forecast.result")
     session = LateModule("paceline.pytorch.session")
@@ -534,7 +535,7 @@ class Trainer(HubNames, ForSubclasses):
         Raises:
             UnsupportedOption: the training data can be read only once; or `time` with several processes.
         """
-        return previews.plan_of(self, time)
+        return preview.plan_of(self, time)
 
     def doctor(self) -> findings.Diagnosis:
         """Checks model, data, loss and options for usual mistakes, on copies; see docs/before_a_run.md.
@@ -542,7 +543,7 @@ class Trainer(HubNames, ForSubclasses):
         Raises:
             UnsupportedOption: the training data can be read only once, or the model is sharded already.
         """
-        return previews.diagnosis_of(self)
+        return case.diagnosis_of(self)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of one micro-batch; returns its detached contribution to the step's loss."""

@@ -109,6 +109,15 @@ def can_rewind(data: object) -> bool:
     return all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def check_rereadable(method: str, data: object) -> None:
+    """Raises UnsupportedOption for a stream that can be read only once, whose samples would be missing later."""
+    if isinstance(data, Iterator) and not can_rewind(data):
+        raise UnsupportedOption(
+            f"{method}: train_dataset is an iterator, which can be read only once: its first samples would be missing "
+            "in the run. Pass a dataset whose __iter__ starts again, or one with state_dict and load_state_dict."
+        )
+
+
 def clear_gradients(model: nn.Module) -> None:
     """Drops all gradients."""
     for parameter in model.parameters():
