@@ -105,10 +105,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "a list of conditions; each call costs every step",
     ("complexity", "core/loop.py:Loop.run_epoch"): "an epoch, read top to bottom; each call would cost every step",
     ("complexity", "pytorch/engine.py:Engine.*"): "an optimizer step, read top to bottom; each call costs every step",
-    (
-        "complexity",
-        "pytorch/sync.py:ProcessSync.synchronize",
-    ): "one exchange of numbers, packed and unpacked in one place",
     ("complexity", "tensorflow/objective.py:Objective.kind_of"): "a table of the shapes of losses and labels",
     ("parts never see the Trainer", "callbacks/jit_checkpoint.py:*.set_trainer"): "a name of the Hugging Face library",
     ("parts never see the Trainer", "callbacks/reporters/neptune.py:*.get_run"): "a name of the Hugging Face library",

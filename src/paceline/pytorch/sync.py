@@ -288,19 +288,7 @@ class ProcessSync:
         counts = [self.normalizer.count(batch) for batch in batches]
         own_weight = sum(item.weight for item in counts)
         measured = self.measure(batches) if self.measure is not None and batches else Counted()
-        noted = self.signals.noted
-        own = Tally(
-            weight=own_weight * self._is_leader,
-            items=int(num_items) * self._is_leader if num_items is not None else 0,
-            num_counting=int(num_items is not None),
-            samples=num_samples * self._is_leader,
-            num_due=int(bool(counts) and self.normalizer.is_due(counts, by_row=True)),
-            num_stopping=int(noted is not None),
-            num_interrupted=int(noted == signal.SIGINT),
-            num_lacking=int(own_weight == 0 and self._spare is None),
-            num_requests=len(self.requests.pending),
-            num_with_target=int(bool(counts) and self.normalizer.has_target(counts)),
-        )
+        own = self._tally(counts, own_weight, num_items, num_samples)
         counted = [int(number) * self._is_leader for number in measured]
         slots = [int(len(batches) > slot) for slot in range(self.accumulation)]
         with self._waiting("waiting for the others before an update", DATA):
@@ -333,6 +321,22 @@ class ProcessSync:
                 num_items = self.normalizer.num_items(batches)
         self.watchdog.enter("making an update")
         return (batches, num_items), total.samples, num_batches
+
+    def _tally(self, counts: Sequence[Counts], own_weight: float, num_items: Any, num_samples: int) -> Tally:
+        """Returns what this process adds to the sums over all processes."""
+        noted = self.signals.noted
+        return Tally(
+            weight=own_weight * self._is_leader,
+            items=int(num_items) * self._is_leader if num_items is not None else 0,
+            num_counting=int(num_items is not None),
+            samples=num_samples * self._is_leader,
+            num_due=int(bool(counts) and self.normalizer.is_due(counts, by_row=True)),
+            num_stopping=int(noted is not None),
+            num_interrupted=int(noted == signal.SIGINT),
+            num_lacking=int(own_weight == 0 and self._spare is None),
+            num_requests=len(self.requests.pending),
+            num_with_target=int(bool(counts) and self.normalizer.has_target(counts)),
+        )
 
     def draw(self, collect: Callable[..., AccumulationWindow], *arguments: Any) -> AccumulationWindow:
         """Draws a window with `collect`, and reports the stage to the watchdog."""

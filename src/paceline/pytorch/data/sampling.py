@@ -398,16 +398,7 @@ def make_train_sampler(
     if not has_length(dataset) or (budget is not None and isinstance(dataset, IterableDataset)):
         if entry.takes_streams:
             return None
-        if budget is not None:
-            raise ValueError(
-                f"per_device_train_tokens={budget.tokens} is planned from the length of every sample, and the training "
-                "data is a stream. Use per_device_train_batch_size, with packing='flatten' against padding, or data "
-                "with an index: a list, or a datasets.Dataset."
-            )
-        raise ValueError(
-            f"train_sampling_strategy={strategy!r} needs to know every sample's length, and the training data has "
-            "no len(). Use train_sampling_strategy='random', which leaves a stream in its own order."
-        )
+        raise stream_refused(strategy, budget)
     request = SamplerRequest(
         size=len(dataset),
         find_lengths=lambda: lengths if lengths is not None else find_lengths(dataset, length_column, model_input_name),
@@ -423,6 +414,20 @@ def make_train_sampler(
     )
     sampler: Sampler[Any] = load(entry.factory)(request)
     return sampler
+
+
+def stream_refused(strategy: str, budget: TokenBudget | None) -> ValueError:
+    """Returns the error of a stream whose samples must be ordered or counted by their length."""
+    if budget is not None:
+        return ValueError(
+            f"per_device_train_tokens={budget.tokens} is planned from the length of every sample, and the training "
+            "data is a stream. Use per_device_train_batch_size, with packing='flatten' against padding, or data "
+            "with an index: a list, or a datasets.Dataset."
+        )
+    return ValueError(
+        f"train_sampling_strategy={strategy!r} needs to know every sample's length, and the training data has "
+        "no len(). Use train_sampling_strategy='random', which leaves a stream in its own order."
+    )
 
 
 def make_eval_sampler(

@@ -18,6 +18,7 @@ from paceline.core.state import TrainerControl, TrainerState
 from paceline.pytorch.data.identity import has_ids, sample_ids
 from paceline.pytorch.distributed.collectives import on_first
 from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.optim.schedulers import follows_metrics
 from paceline.pytorch.replay.blame import BlamedSample, StepSnapshot, single_samples
 from paceline.pytorch.replay.blame import blame as blame_step
@@ -103,19 +104,10 @@ def replay(
         UnsupportedOption: `blame` with several processes or a sharded model.
     """
     if blame:
-        check_one_process("replay(blame=True)", trainer.strategy)
-        if trainer.strategy.is_sharded:  # its gradients are made by hooks of whole steps
-            raise UnsupportedOption(
-                f"replay(blame=True): {type(trainer.strategy).__name__} shards the model. Build the trainer without "
-                "fsdp and deepspeed, or replay without blame, which shows the samples of the step."
-            )
+        check_blame(trainer.strategy)
     snapshot = StepSnapshot(step) if blame else None
     folder = Path(run if run is not None else trainer._get_output_dir(None))
-    recorded = find_row(folder / JOURNAL_FILE, step)
-    if recorded is None:
-        steps = [row.step for row in read_rows(folder / JOURNAL_FILE)]
-        held = f"steps {min(steps)} to {max(steps)}" if steps else "nothing"
-        raise ValueError(f"step={step} is not in {folder / JOURNAL_FILE}, which holds {held}.")
+    recorded = recorded_row(folder / JOURNAL_FILE, step)
     start = newest_before(folder, step)
     first = 1 if start is None else folders.step_of(start) + 1
     source = start.name if start is not None else "the beginning"
@@ -141,6 +133,30 @@ def replay(
     samples = blame_samples(trainer, snapshot, loader, ids) if snapshot is not None else []
     numbers = (made.loss, made.grad_norm, made.learning_rate, made.epoch)
     return Replayed(step, ids, *numbers, recorded, start, has_ids(loader), samples)
+
+
+def check_blame(strategy: SingleDevice) -> None:
+    """Raises UnsupportedOption if the gradients of single samples cannot be computed."""
+    check_one_process("replay(blame=True)", strategy)
+    if strategy.is_sharded:  # its gradients are made by hooks of whole steps
+        raise UnsupportedOption(
+            f"replay(blame=True): {type(strategy).__name__} shards the model. Build the trainer without fsdp and "
+            "deepspeed, or replay without blame, which shows the samples of the step."
+        )
+
+
+def recorded_row(journal: Path, step: int) -> UpdateRow:
+    """Returns the row of an optimizer step.
+
+    Raises:
+        ValueError: the journal does not contain this step.
+    """
+    found = find_row(journal, step)
+    if found is None:
+        steps = [row.step for row in read_rows(journal)]
+        held = f"steps {min(steps)} to {max(steps)}" if steps else "nothing"
+        raise ValueError(f"step={step} is not in {journal}, which holds {held}.")
+    return found
 
 
 def blame_samples(trainer: Trainer, snapshot: StepSnapshot, loader: Any, ids: list[int]) -> list[BlamedSample]:
