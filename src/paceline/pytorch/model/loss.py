@@ -28,9 +28,9 @@ from paceline.pytorch.model.reductions import (
     LossReduction,
     Observation,
     make_candidates,
+    uncounted,
     with_ignored,
 )
-from paceline.pytorch.model.token_sums import uncounted
 
 __all__ = ["IGNORE_INDEX", "Counts", "LabelSmoother", "LossNormalizer", "LossReduction"]
 

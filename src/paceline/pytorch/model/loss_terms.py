@@ -20,7 +20,8 @@ from paceline.args.errors import UnsupportedOption
 from paceline.pytorch.model.heads import output_embeddings
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_cross_entropy import CrossEntropy
-from paceline.pytorch.model.token_sums import TokenSums, is_counted
+from paceline.pytorch.model.reductions import is_counted
+from paceline.pytorch.model.token_sums import TokenSums
 
 
 class Shards(Protocol):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -230,3 +232,21 @@ def tolerance_of(loss: torch.dtype, parameters: torch.dtype | None) -> float:
     """Returns the relative difference that rounding may cause between two computations of a loss."""
     allowed = max(TOLERANCES.get(loss, 1e-2), 2e-3 if parameters in (torch.bfloat16, torch.float16) else 0.0)
     return max(allowed, 5e-4) if torch.accelerator.is_available() and uses_tf32() else allowed
+
+
+_is_counted = ContextVar("_is_counted", default=True)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Context of cross-entropies that are no part of a loss, such as those of a test of its form: not summed."""
+    token = _is_counted.set(False)
+    try:
+        yield
+    finally:
+        _is_counted.reset(token)
+
+
+def is_counted() -> bool:
+    """Returns False within `uncounted`."""
+    return _is_counted.get()

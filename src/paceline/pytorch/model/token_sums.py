@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,23 +11,6 @@ from torch import Tensor
 NUM_SUMS = 5
 CHUNK_BYTES = 2**25  # of a chunk of logits in float32, of which a copy is made
 LARGEST_EXPONENT = 700.0  # for which exp() is finite, rounded down
-
-_is_counted = ContextVar("_is_counted", default=True)
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Context of cross-entropies that are no part of a loss, such as those of a test of its form: not summed."""
-    token = _is_counted.set(False)
-    try:
-        yield
-    finally:
-        _is_counted.reset(token)
-
-
-def is_counted() -> bool:
-    """Returns False within `uncounted`."""
-    return _is_counted.get()
 
 
 def metrics_of(totals: Sequence[float]) -> dict[str, float]:
