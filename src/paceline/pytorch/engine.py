@@ -22,7 +22,7 @@ from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import BACKWARD, COMPUTE, FORWARD, OPTIMIZER, OTHER, TRANSFER, Ledger
 from paceline.core.methods import is_ours
 from paceline.core.micro_batches import may_retry
-from paceline.pytorch.data.batches import split_batches
+from paceline.pytorch.data.batches import recast, split_batches
 from paceline.pytorch.distributed.precision import widened
 from paceline.pytorch.distributed.strategy import empty_device_cache
 from paceline.pytorch.distributed.window import LossOf, Pass
@@ -279,7 +279,8 @@ class Engine:
             The contribution to the window's loss, 0-dim, detached.
         """
         self.current = current
-        loss = self.training_step(self.model if model is None else model, current.batch, self._num_items)
+        batch = recast(current.batch, self._spare) if self.keep_batches else current.batch
+        loss = self.training_step(self.model if model is None else model, batch, self._num_items)
         self._note((self._rest_of_pass, self._now()))
         if self.keep_outputs and not current.is_dummy:
             self._kept.append(detach(self._seen))
@@ -288,6 +289,10 @@ class Engine:
             return torch.zeros_like(loss)
         # it is read when a log is due: user code may keep the tensor, and add later losses to it in place
         return loss.detach().clone() if isinstance(loss, Tensor) else loss
+
+    def _spare(self, value: Tensor) -> Tensor:
+        """Returns a copy of a tensor that is on the device, which user code would change in place for a retry too."""
+        return value.clone() if value.device.type == self.strategy.device.type else value
 
     def skip_pass(self, current: Pass) -> None:
         """Skips a micro-batch of weight 0."""

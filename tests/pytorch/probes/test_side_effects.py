@@ -154,3 +154,41 @@ def test_lazy_modules_and_new_attributes() -> None:
     assert held == [1]
     assert not hasattr(owner, "new")
     assert len(owner.long) == 5000
+
+
+class Doubling(Classifier):
+    """Changes its inputs, in place or not, and may have memory for fewer samples than a micro-batch."""
+
+    def __init__(self, in_place: bool, room: int = 100, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.in_place, self.room = in_place, room
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        x = x.mul_(2) if self.in_place else x * 2
+        if torch.is_grad_enabled() and len(x) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x, labels)
+
+
+def final_weights(folder: Path, model: nn.Module, **options: Any) -> Tensor:
+    teacher = options.pop("teacher", None)
+    trainer = make_trainer(folder, model, classification(16), per_device_train_batch_size=8, **options)
+    if teacher is not None:
+        trainer = Trainer(model, trainer.args, train_dataset=classification(16), teacher=teacher)
+    trainer.train()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_smaller_micro_batches_begin_with_what_the_data_gave(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "auto_find_batch_size": True}
+    plain = final_weights(tmp_path / "plain", Doubling(False), **options)
+    crowded = final_weights(tmp_path / "crowded", Doubling(True, room=4), **options)
+    torch.testing.assert_close(crowded, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_a_teacher_reads_what_the_data_gave(tmp_path: Path) -> None:
+    found = [
+        final_weights(tmp_path / f"{student}{teacher}", Doubling(student), teacher=Doubling(teacher, seed=1))
+        for student, teacher in ((False, False), (True, False), (False, True), (True, True))
+    ]
+    assert all(torch.equal(each, found[0]) for each in found[1:])

@@ -11,6 +11,7 @@ in evaluations and probes of the loss, it is the hard loss: the probes find its 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from paceline.args.distillation import (
 from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.pytorch.data.batches import recast
 from paceline.pytorch.distillation.captures import Captures
 from paceline.pytorch.distillation.projections import Projections
 from paceline.pytorch.distillation.teacher import check_teacher, find_teacher
@@ -79,12 +81,13 @@ class DistilledObjective(Objective):
         if not torch.is_grad_enabled():
             return super().__call__(model, inputs, num_items)
         distillation = self.distillation
+        given = recast(copy.copy(inputs), torch.clone)  # user code may change its inputs in place
         with self.with_logits():
             if distillation.is_unlabelled(inputs):
                 hard, outputs = None, self.call(model, inputs)
             else:
                 hard, outputs = super().__call__(model, inputs, num_items)
-        return distillation.mix(hard, outputs, inputs, num_items), outputs
+        return distillation.mix(hard, outputs, given, num_items), outputs
 
 
 class LogitSource(Protocol):

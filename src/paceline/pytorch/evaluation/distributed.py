@@ -196,7 +196,7 @@ class DistributedEvaluation(EvaluationLoop):
         ratio = 0.0
         if batch is not None or self._needs_dummy:
             inputs = self._dummy_batch if batch is None else self.name_inputs(batch)
-            part = Part(copy.copy(inputs), self.rule.count(inputs))
+            part = Part(copy.copy(inputs), self.normalizer.count(inputs))
             probe = LossProbe(
                 self.model, self._loss_of, must_match=self.waits_for_others, owners=[self.prediction_step]
             )

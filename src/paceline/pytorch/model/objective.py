@@ -208,7 +208,7 @@ class Objective:
 
     def _call_function(self, outputs: Any, labels: Any, num_items: object) -> Tensor:
         assert self.compute_loss_func is not None
-        self.rule.calls_function = True
+        self.normalizer.calls_function = True
         if self._func_takes_num_items:
             self.normalizer.passes_count = num_items is not None
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items)
