@@ -4,10 +4,11 @@ import copy
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from paceline.core.optional import LateModule
+from paceline.core.optional import LateModule, require
 
 
 def test_a_late_module_is_copied_and_pickled_by_its_name() -> None:
@@ -52,3 +53,18 @@ def test_a_missing_framework_is_named_with_its_extra(module: str, name: str, ext
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "is required for" in result.stdout
     assert f'pip install "paceline[{extra}]"' in result.stdout
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    with pytest.raises(ImportError, match=r'no_such_package.part is required: pip install "paceline\[some\]"'):
+        require("no_such_package.part", "some")
+
+
+@pytest.mark.parametrize("line", ["import no_such_package", "from os import no_such_name"])
+def test_what_an_installed_package_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """The extra would install the package that is there."""
+    (tmp_path / "broken_package.py").write_text(line)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(ImportError, match=r"broken_package is installed, but its import fails: .*no_such_") as caught:
+        require("broken_package", "some")
+    assert "pip" not in str(caught.value)

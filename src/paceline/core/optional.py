@@ -20,11 +20,15 @@ def require(module: str, extra: str) -> ModuleType:
     """Imports an optional package.
 
     Raises:
-        ImportError: the package is missing; the message names the extra that installs it.
+        ImportError: the package is missing; the message names the extra that installs it. Or one that it needs is
+            missing or has another version; the message names that.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package and is_installed(package):
+            raise ImportError(f"{module} is installed, but its import fails: {error}", name=error.name) from error
         raise ImportError(f'{module} is required: pip install "paceline[{extra}]" ({error})') from error
 
 
