@@ -2,13 +2,14 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from train_jobs import MODULE, check_finished, check_refused, losses, module_of, results, write_job
 
 from paceline.cli.main import main
-from paceline.cli.train import choose_stages
+from paceline.cli.train import choose_stages, report
 
 CONFIG = """
 model: {{factory: "{module}:Net", width: 4}}
@@ -44,6 +45,18 @@ def test_a_run_trains_evaluates_and_is_found_finished(config: Path, capsys: pyte
     for name in ("model.safetensors", "run.json", "job.json", "trainer_state.json", "log.jsonl", "checkpoint-12"):
         assert (config.parent / "run" / name).exists(), name
     check_finished(config, 12, capsys)
+
+
+def test_metrics_are_saved_even_if_they_cannot_be_printed():
+    calls = []
+
+    def refuse(split: str, metrics: dict[str, float]) -> None:
+        raise OSError("No space left on device")
+
+    trainer = SimpleNamespace(save_metrics=lambda split, metrics: calls.append(split), log_metrics=refuse)
+    with pytest.raises(OSError, match="No space"):
+        report(trainer, "eval", {"eval_loss": 1.0})  # type: ignore[arg-type]
+    assert calls == ["eval"]
 
 
 def test_a_longer_run_goes_on(config: Path, capsys: pytest.CaptureFixture[str]):

@@ -266,9 +266,9 @@ def save_training(trainer: Trainer | TFTrainer, splits: Splits, job: Job, evalua
 
 
 def report(trainer: Trainer | TFTrainer, split: str, metrics: dict[str, float]) -> None:
-    """Prints metrics and saves them to a file."""
-    trainer.log_metrics(split, metrics)
+    """Saves metrics to a file and prints them: the file is written even if nothing can be printed any more."""
     trainer.save_metrics(split, metrics)
+    trainer.log_metrics(split, metrics)
 
 
 def drop_calibration(job: Job) -> None:
