@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from pathlib import Path
@@ -286,6 +287,23 @@ def test_what_is_wrong_is_said_before_training(tmp_path: Path, hub: Hub, monkeyp
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set\. Unset it, or leave out push_to_hub"):
         make(tmp_path, hub_model_id="a/b")
+
+
+def test_a_server_that_never_answers_does_not_hold_the_training(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.hub.repository.ANSWER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        point_to(f"http://127.0.0.1:{server.getsockname()[1]}", monkeypatch)
+        with pytest.raises(HubError, match=r"TimeoutError: no answer within 0.1 s\)\. Check the network"):
+            make(tmp_path, hub_model_id="a/b")
+
+
+def test_a_server_that_fails_is_no_matter_of_the_token(tmp_path: Path, hub: Hub) -> None:
+    hub.answer = lambda method, path: 500
+    with pytest.raises(HubError, match=r"The server failed: start again later") as caught:
+        make(tmp_path, hub_model_id="a/b")
+    assert "Log in" not in str(caught.value)
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ from paceline.args.secrets import describe_error
 from paceline.core.optional import require
 
 SHARD = re.compile(r"(?:pytorch_)?model(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.(?:safetensors|bin)\.index\.json)")
+
+ANSWER_SECONDS = 60.0  # for a request without files, which a server answers within seconds
 
 
 class HubError(OSError):
@@ -35,13 +41,17 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
             "the output folder later."
         )
     try:
-        repo_id = str(hub.HfApi().create_repo(name, token=token, private=private, exist_ok=True).repo_id)
+        create = partial(hub.HfApi().create_repo, name, token=token, private=private, exist_ok=True)
+        repo_id = str(answer_of(create, ANSWER_SECONDS).repo_id)
     except Exception as error:  # any error type of the HTTP library of the hub's client
         remedy = (
             "Log in with `hf auth login`, or set HF_TOKEN or hub_token to a token with write permission; "
             "hub_model_id='owner/name' names another repository."
         )
-        if is_unreachable(error):
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int) and status >= 500:
+            remedy = "The server failed: start again later, or leave out push_to_hub and push the output folder later."
+        elif is_unreachable(error):
             remedy = "Check the network and HF_ENDPOINT, or leave out push_to_hub and push the output folder later."
         raise HubError(
             f"The hub repository {name!r} could not be created or reached ({in_words(error)}). {remedy}"
@@ -50,10 +60,35 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     return repo_id
 
 
+def answer_of(call: Callable[[], Any], seconds: float) -> Any:
+    """Returns the result of a request, or raises its error.
+
+    The client waits without limit for a server that accepts a connection and does not answer.
+
+    Raises:
+        TimeoutError: there was no answer within the time; the request is left to a thread that ends with the process.
+    """
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="paceline-hub", daemon=True).start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # the request itself ended with this error
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
 def is_unreachable(error: BaseException) -> bool:
     """True if no server answered (refused connection, unknown host, timeout). Supports errors of any HTTP library."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"ConnectError", "ConnectionError", "TimeoutException", "Timeout"})
+    return bool(names & {"ConnectError", "ConnectionError", "TimeoutException", "Timeout", "TimeoutError"})
 
 
 def make_branch(repo_id: str, revision: str | None, token: str | None) -> None:
