@@ -309,6 +309,31 @@ def test_the_time_left_is_right_from_a_tenth_of_the_run_on(clock, seconds_of_fir
         assert step < 20 or left == pytest.approx(end - now, rel=0.1, abs=1.0), step
 
 
+@pytest.mark.parametrize(
+    ("row", "seconds"),
+    [
+        ({}, 10.0),  # unmeasured: a third of a step for the samples of one
+        ({"time/data": 6.0, "time/forward": 1.5, "time/backward": 2.5}, 22.5),  # waiting for data
+        ({"time/forward": 1.0, "time/backward": 2.0, "time/optimizer": 7.0}, 3.0),  # a large optimizer
+        ({"time/compute": 9.0, "time/optimizer": 1.0, "time/setup": 50.0, "time/evaluate": 9.0}, 9.0),
+        ({"time/setup": 5.0}, 10.0),
+    ],
+)
+def test_the_first_evaluation_is_estimated_from_the_times_of_a_row(clock, row, seconds):
+    args = SimpleNamespace(**{**vars(ARGS), "eval_strategy": "steps"})
+    state = TrainerState(max_steps=10, eval_steps=10)
+    state.num_eval_samples = 8 * 30
+    callback, control = ProgressCallback(write_logs=False), TrainerControl()
+    handler = CallbackHandler([callback], optimizer=None)
+    handler.on_train_begin(args, state, control)
+    for state.global_step in range(1, 6):
+        clock.time += 1.0
+        handler.fire("on_step_end", args, state, control)
+    handler.on_log(args, state, control, {"loss": 1.0, **row})
+    assert callback._time.left(args, state, 8, clock.time) == pytest.approx(5 + seconds)
+    handler.on_train_end(args, state, control)
+
+
 def is_due(step, interval):
     return step == 200 or (interval and step % interval == 0)
 

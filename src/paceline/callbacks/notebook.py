@@ -223,6 +223,7 @@ class NotebookProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         tracker = self.training_tracker
+        self._time.read(logs or {})
         if tracker is None or not logs or "loss" not in logs:
             return
         tracker.curve.add(state.global_step, logs["loss"])

@@ -149,6 +149,7 @@ class ProgressCallback(TrainerCallback):
         bar = self.training_bar
         if bar is None or not logs:
             return
+        self._time.read(logs)
         if isinstance(logs.get("loss"), (int, float)):
             self._loss = f"loss {logs['loss']:.4g}"
             self._losses = [*self._losses[-MOST_LOSSES:], float(logs["loss"])]

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.args.accelerator_config import is_on
@@ -13,10 +14,13 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.redeclared import own_options
 from paceline.args.training import TrainingArguments
 from paceline.args.warmups import BatchWarmup, resolve_batch_warmup
+from paceline.core.ledger import ACTIVITIES, COMPUTE, DATA, FORWARD, PREFIX, TRANSFER, training_seconds
 from paceline.core.state import TrainerState
 
 MOST_MARKS = 512  # steps whose times are kept for the expected time
 ROUNDING = 1e-6  # rounding error, in epochs
+BEFORE_BACKWARD = tuple(f"{PREFIX}{ACTIVITIES[activity]}" for activity in (DATA, TRANSFER, FORWARD))
+COMPUTED = f"{PREFIX}{ACTIVITIES[COMPUTE]}"  # forward and backward pass, where they are not told apart
 
 
 class Speedometer:
@@ -85,8 +89,9 @@ class TimeLeft:
 
     The pace is that of the later half of the steps, without pauses; the first one, which compiles and allocates, never
     counts. A pause (an evaluation, a save) is expected to last the median of its kind. Before the first evaluation, its
-    samples are expected to take a third of the time of as many training samples: a forward pass has a third of the
-    operations of a forward and a backward pass.
+    samples are expected to take the time of as many training samples up to the end of the forward pass, as the last log
+    row has measured it; without a row a third of the time, because a forward pass has a third of the operations of a
+    forward and a backward pass.
 
     Args:
         first: the step that the training starts at.
@@ -99,6 +104,7 @@ class TimeLeft:
         self._paused_at: dict[str, int] = {}
         self._first, self._begun = first, now
         self._paused, self._ended = 0.0, now
+        self._eval_share = 1 / 3  # of the time of a training sample, which a sample of an evaluation takes
 
     def mark(self, step: int, now: float) -> None:
         """Notes the end of a step."""
@@ -107,6 +113,13 @@ class TimeLeft:
             self._marks.append((step, now - self._begun - self._paused))
             if len(self._marks) > MOST_MARKS:
                 del self._marks[1::2]
+
+    def read(self, row: Mapping[str, Any]) -> None:
+        """Takes the times of a log row, from which the length of the first evaluation is estimated."""
+        total = training_seconds(row)
+        passes = sum(row.get(name, 0.0) for name in BEFORE_BACKWARD) + row.get(COMPUTED, 0.0) / 3
+        if total > 0 and passes > 0:
+            self._eval_share = passes / total
 
     def pause(self, kind: str, step: int, ended: float, now: float) -> None:
         """Notes the end of a pause that began when `step` had ended, or after an earlier pause since then."""
@@ -131,7 +144,7 @@ class TimeLeft:
             if kind in self._pauses:
                 seconds = statistics.median(self._pauses[kind])
             elif kind == "eval":
-                seconds = pace / samples_per_step * (state.num_eval_samples or 0) / 3
+                seconds = pace / samples_per_step * (state.num_eval_samples or 0) * self._eval_share
             total += number * seconds
             if kind == "eval" and number:  # one that is going on, or has been logged, is partly over
                 total -= min(max(now - self._ended, 0.0), seconds)
