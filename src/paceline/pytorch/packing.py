@@ -126,6 +126,7 @@ def find_packing(
         is_compiled=is_compiled,
         is_half=is_half,
         in_parts=strategy.mesh.num_parts > 1,
+        num_rows=1 if kind == "flatten" else 2,
         surroundings=surroundings,
     )
     with stirred(model):

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ragged import TakesBounds, TakesMask, TakesTokensAlone, llama, tiny
+from ragged import PlainTexts, TakesBounds, TakesMask, TakesTokensAlone, llama, tiny
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from paceline.args.errors import UnsupportedOption
 from paceline.pytorch.model.checkpointing import enable_checkpointing
@@ -140,6 +142,74 @@ def test_flex_attention() -> None:
     assert found.way.name == "the model's own masks for flex_attention"
 
 
+# ---- flash attention, by a stand-in: its kernels need a GPU
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """Attention of rows, (rows, tokens, heads, width)."""
+    repeats = query.shape[-2] // key.shape[-2]
+    key, value = (each.repeat_interleave(repeats, -2) for each in (key, value))
+    parts = (each.transpose(1, 2) for each in (query, key, value))
+    return functional.scaled_dot_product_attention(*parts, is_causal=causal).transpose(1, 2)
+
+
+def flash_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    **rest: Any,
+) -> Tensor:
+    """Attention of sequences that lie behind each other, (tokens, heads, width)."""
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert (cu_seqlens_q.dtype, int(torch.diff(cu_seqlens_q).max())) == (torch.int32, max_seqlen_q)
+    sizes = torch.diff(cu_seqlens_q).tolist()
+    parts = zip(*(each.split(sizes) for each in (query, key, value)), strict=True)
+    return torch.cat([flash(q[None], k[None], v[None], rest["causal"])[0] for q, k, v in parts])
+
+
+def flash_llama(monkeypatch: pytest.MonkeyPatch, make: Any = llama) -> Any:
+    """A model whose flash attention is computed by the functions above."""
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+
+    def arguments(is_causal: bool, **rest: Any) -> dict[str, Any]:
+        return {"causal": is_causal, **{name: value for name, value in rest.items() if name == "max_seqlen_q"}}
+
+    functions = (flash, flash_varlen, None, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_, **__: (functions, (arguments, arguments)))
+    model = make()
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+def test_flash_attention_is_told_the_documents_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = flash_llama(monkeypatch)
+    found = find(model)
+    assert found.way.name == "the bounds of documents for flash_attention_2"
+    check(model, found)
+
+
+def test_flash_attention_that_finds_the_documents_of_one_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        model = llama()
+
+        class Narrow(type(model)):  # type: ignore[misc]
+            def forward(
+                self, input_ids: Tensor, position_ids: Tensor | None = None, labels: Tensor | None = None
+            ) -> Any:
+                return super().forward(input_ids=input_ids, position_ids=position_ids, labels=labels)
+
+        model.__class__ = Narrow
+        return model
+
+    model = flash_llama(monkeypatch, make)
+    assert find(model, num_rows=1).way.name == "the model's own masks for flash_attention_2"
+    with pytest.raises(UnsupportedOption, match="flash_attention_2: outputs are not those of each document"):
+        find(model)
+
+
 @pytest.mark.parametrize("cls", [TakesMask, TakesBounds])
 @pytest.mark.parametrize("shifted", [True, False])
 def test_plain_modules(cls: Any, shifted: bool) -> None:
@@ -147,6 +217,30 @@ def test_plain_modules(cls: Any, shifted: bool) -> None:
     found = find(model)
     assert found.shifts is shifted
     check(model, found)
+
+
+class TakesBlockMask(PlainTexts):
+    """Gives its mask to `flex_attention`, which has no backward pass on a CPU."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        block_mask: BlockMask | None = None,
+        labels: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        places = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+        hidden = self.tokens(input_ids) + self.places(places)
+        query, key, value = (each[:, None] for each in self.mix(hidden).chunk(3, -1))
+        mixed = flex_attention(query, key, value, block_mask=block_mask)
+        assert isinstance(mixed, Tensor)
+        return self.with_loss(self.head(torch.tanh(hidden + mixed[:, 0])), labels)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_plain_module_gets_a_mask_of_flex_attention() -> None:
+    found = find(TakesBlockMask(shifted=False))
+    assert (found.way.name, found.shifts) == ("a mask of flex_attention as block_mask", False)
 
 
 class LeaksInTraining(TakesMask):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
+from paceline.core.optional import require
 from paceline.pytorch.model.attention_windows import configs_in, has_windows, windows_of
 from paceline.pytorch.model.document_attention import document_starts, layout_mask, register
 from paceline.pytorch.model.outputs import find_loss
@@ -28,8 +29,11 @@ LossOf = Callable[[nn.Module, dict[str, Any]], Any]
 
 LENGTHS = (5, 9, 7)  # tokens of the probe's documents; with attention windows, the second one is made longer than them
 LARGEST_WINDOW = 512  # tokens; a larger window would make the probe as slow and large as a training step
-MASKS = ("attention_mask", "mask", "attn_mask", "block_mask")
+BLOCK_MASK = "block_mask"
+MASKS = ("attention_mask", "mask", "attn_mask", BLOCK_MASK)
 BOUNDS = ("cu_seqlens", "cu_seq_lens")
+FLASH_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+FLASH_LENGTHS = ("max_length_q", "max_length_k")
 MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest output; other dtypes: 0.05
 IGNORED = -100
 
@@ -97,6 +101,31 @@ def with_bounds(keywords: dict[str, Any], *, name: str) -> dict[str, Any]:
     return {**keywords, name: torch.cat([starts, end]).to(torch.int32)}
 
 
+def with_flash_bounds(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Adds the bounds of the documents of all rows, as the flash attention of transformers takes them.
+
+    From positions alone it finds the documents of a batch of one row; of several rows, it attends to each as a whole.
+    """
+    bounds = with_bounds(keywords, name=FLASH_BOUNDS[0])[FLASH_BOUNDS[0]]
+    longest = int(torch.diff(bounds).max())
+    return {**keywords, **dict.fromkeys(FLASH_BOUNDS, bounds), **dict.fromkeys(FLASH_LENGTHS, longest)}
+
+
+def with_block_mask(keywords: dict[str, Any], *, is_causal: bool) -> dict[str, Any]:
+    """Adds the mask of the documents for torch's `flex_attention`, for all heads."""
+    flex_attention = require("torch.nn.attention.flex_attention", "torch")
+    positions = keywords["position_ids"]
+    document = document_starts(positions).cumsum(1)
+
+    def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = document[row, query] == document[row, key]
+        return seen & (query >= key) if is_causal else seen
+
+    rows, tokens = positions.shape
+    mask = flex_attention.create_block_mask(is_seen, rows, None, tokens, tokens, device=positions.device)
+    return {**keywords, BLOCK_MASK: mask}
+
+
 def ways_of(model: nn.Module, is_compiled: bool, in_parts: bool = False) -> Iterator[Way]:
     """Yields the methods that a model may support, the fastest first.
 
@@ -110,14 +139,17 @@ def ways_of(model: nn.Module, is_compiled: bool, in_parts: bool = False) -> Iter
     if any(each.is_meta for each in model.parameters()):
         raise not_isolated(model, ["its weights are not here to try it with: leave cpu_ram_efficient_loading out"])
     is_plain = not hasattr(inner, "set_attn_implementation")
+    attention = getattr(config, "_attn_implementation", None)
+    is_flash = "flash" in str(attention)
     if in_parts:
-        yield from ways_in_parts(names, is_plain)
+        yield from ways_in_parts(names, is_plain, is_flash)
         return
     if is_plain:
         yield from plain_ways(names)
         return
-    attention = getattr(config, "_attn_implementation", None)
     is_windowed = has_windows(config)
+    if is_flash:
+        yield Way(f"the bounds of documents for {attention}", with_flash_bounds)
     if attention == "sdpa" and not is_compiled and not is_windowed:
         yield Way("attention by document", with_layout, register())
     yield Way(f"the model's own masks for {attention}", positions_alone)
@@ -132,6 +164,8 @@ def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
     for name in BOUNDS:
         if name in signature.names:
             yield Way(name, partial(with_bounds, name=name))
+    for is_causal in (False, True) if BLOCK_MASK in signature.names else ():
+        yield Way(f"a mask of flex_attention as {BLOCK_MASK}", partial(with_block_mask, is_causal=is_causal))
     for name, is_causal in itertools.product(MASKS, (False, True)):
         if name in signature.names:
             yield Way(f"a mask over pairs of tokens as {name}", partial(with_mask, name=name, is_causal=is_causal,
@@ -140,14 +174,14 @@ def plain_ways(signature: ForwardSignature) -> Iterator[Way]:
         yield Way("position_ids", positions_alone)
 
 
-def ways_in_parts(signature: ForwardSignature, is_plain: bool) -> Iterator[Way]:
+def ways_in_parts(signature: ForwardSignature, is_plain: bool, is_flash: bool) -> Iterator[Way]:
     """Yields the methods for sequences in parts, tried on whole sequences.
 
     Context and sequence parallelism make the masks of a part from positions that restart, and hand them to attention
     functions of transformers, and to a plain module as `attention_mask`.
     """
     if not is_plain:
-        yield Way("masks for the parts of a sequence", positions_alone)
+        yield Way("masks for the parts of a sequence", with_flash_bounds if is_flash else positions_alone)
     elif MASKS[0] in signature.names:
         mask = partial(with_mask, name=MASKS[0], is_causal=True, is_additive=False)
         yield Way("masks for the parts of a sequence", mask)
@@ -227,11 +261,12 @@ def find_isolation(
     is_compiled: bool,
     is_half: bool = False,
     in_parts: bool = False,
+    num_rows: int = 2,
     surroundings: Callable[[], Any] = nullcontext,
 ) -> Isolation:
     """Returns the first method that isolates documents in a model, tested by a few forward passes.
 
-    The passes have 21 tokens, or slightly more than the model's largest attention window.
+    The rows of the passes have 21 tokens, or slightly more than the model's largest attention window.
 
     Args:
         model: the model on its device, with all its weights.
@@ -239,6 +274,7 @@ def find_isolation(
         is_compiled: training passes are compiled.
         is_half: passes run in a 16-bit type.
         in_parts: training passes are split over processes by tokens, with masks of their own; these are whole.
+        num_rows: 1 if all batches have one row, else 2.
         surroundings: returns a context that undoes side effects of the passes on modules and random generators.
 
     Raises:
@@ -253,7 +289,7 @@ def find_isolation(
     told = []
     with surroundings(), without_cache(model), torch.no_grad():
         model.eval()
-        probe = Probe(model, loss_of, is_half, lengths)
+        probe = Probe(model, loss_of, is_half, lengths, num_rows)
         for way, first in itertools.product(ways_of(model, is_compiled, in_parts), firsts):
             try:
                 with isolated(model, way):
@@ -309,18 +345,21 @@ def probe_lengths(model: nn.Module) -> tuple[int, ...]:
 
 
 class Probe:
-    """Runs forward passes over three documents in one row, and over each document alone.
+    """Runs forward passes over three documents in one row, over two such rows, and over each document alone.
 
     Args:
         model: the model, in evaluation mode.
-        loss_of, is_half: see `find_isolation`.
+        loss_of, is_half, num_rows: see `find_isolation`.
         lengths: tokens of the documents.
     """
 
-    def __init__(self, model: nn.Module, loss_of: LossOf, is_half: bool, lengths: tuple[int, ...] = LENGTHS) -> None:
+    def __init__(
+        self, model: nn.Module, loss_of: LossOf, is_half: bool, lengths: tuple[int, ...] = LENGTHS, num_rows: int = 2
+    ) -> None:
         self.model = model
         self.loss_of = loss_of
         self.lengths = lengths
+        self.num_rows = num_rows
         parameter = next(model.parameters())
         self.device = parameter.device
         self.tolerance = 0.05 if is_half else MAX_DIFFERENCE.get(parameter.dtype, 0.05)
@@ -339,7 +378,7 @@ class Probe:
         Raises:
             Refused: the documents are not isolated.
         """
-        packed = outputs_of(self._call(self.documents, first), sum(self.lengths))
+        packed = self._outputs(self.documents, first)[:1]
         if self._alone is None:
             self._alone = [self._alone_outputs(each) for each in self.documents]
         starts = itertools.accumulate(self.lengths, initial=0)
@@ -361,22 +400,26 @@ class Probe:
         for place, length in enumerate(self.lengths):
             changed = [*self.documents[:place], self.others[place], *self.documents[place + 1 :]]
             after = self._outputs(changed, first)
-            kept = torch.ones(sum(self.lengths), dtype=torch.bool, device=after.device)
-            kept[start : start + length] = False
+            kept = torch.ones(after.shape[:2], dtype=torch.bool, device=after.device)
+            kept[0, start : start + length] = False
             start += length
-            if not torch.allclose(before[:, kept], after[:, kept], rtol=1e-6, atol=1e-6):
+            if not torch.allclose(before[kept], after[kept], rtol=1e-6, atol=1e-6):
                 raise Refused("a change of one document changed the outputs of another")
 
     def _outputs(self, documents: list[Tensor], first: int) -> Tensor:
-        """Returns the outputs, computed with the same random numbers at each call."""
+        """Returns the outputs of the documents in one row, computed with the same random numbers at each call.
+
+        If batches may have several rows, a second one holds the original documents in another order.
+        """
         torch.manual_seed(0)
-        return outputs_of(self._call(documents, first), sum(self.lengths))
+        batch = self._packed(documents, first)
+        if self.num_rows > 1:
+            other = self._packed(self.documents[::-1], first)
+            batch = {name: torch.cat([value, other[name]]) for name, value in batch.items()}
+        return outputs_of(self.model(**batch), sum(self.lengths), self.num_rows)
 
     def _alone_outputs(self, document: Tensor) -> Tensor:
         return outputs_of(self.model(input_ids=document.to(self.device)), document.shape[1])
-
-    def _call(self, documents: list[Tensor], first: int, **labels: Tensor) -> Any:
-        return self.model(**self._packed(documents, first, **labels))
 
     def _packed(self, documents: list[Tensor], first: int, **labels: Tensor) -> dict[str, Tensor]:
         positions = torch.cat([torch.arange(each.shape[1]) + first for each in documents])[None]
@@ -429,7 +472,7 @@ def token_range(model: nn.Module) -> tuple[int, int]:
     return (low, high) if high - low > 1 else (0, size)
 
 
-def outputs_of(outputs: Any, num_tokens: int) -> Tensor:
+def outputs_of(outputs: Any, num_tokens: int, num_rows: int = 1) -> Tensor:
     """Returns the first floating-point output with one value or vector per token.
 
     Raises:
@@ -437,6 +480,6 @@ def outputs_of(outputs: Any, num_tokens: int) -> Tensor:
     """
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
     for value in [values] if isinstance(values, Tensor) else values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, num_tokens):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (num_rows, num_tokens):
             return value.float() if value.dtype != torch.float64 else value
     raise Refused("its outputs have not one row for each token")
