@@ -36,8 +36,7 @@ def run(words: Sequence[str]) -> int:
             found = trainer.plan(time="--time" in given)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    options = args.to_sanitized_dict()
-    defaults = type(args)(output_dir=str(args.output_dir)).to_sanitized_dict()
+    options, defaults = options_of(args), options_of(type(args)(output_dir=str(args.output_dir)))
     changed = tuple(name for name in options if name == "output_dir" or options[name] != defaults.get(name))
     found = replace(found, options=options, changed=changed)
     if number is None and not trainer.is_world_process_zero():
@@ -50,6 +49,12 @@ def run(words: Sequence[str]) -> int:
         text = mask_text("\n" + print_options(found.options, found.changed))
         print(encodable(text, sys.stdout, "backslashreplace"), flush=True)  # YAML reads these escapes, too
     return 0
+
+
+def options_of(args: Any) -> dict[str, Any]:
+    """Returns all options as JSON values that a file of `paceline train` takes; secrets are masked."""
+    written = json.loads(args.to_json_string())
+    return {name: None if getattr(args, name, None) is None else value for name, value in written.items()}
 
 
 def take_processes(words: Sequence[str]) -> tuple[int | None, list[str]]:
