@@ -87,6 +87,19 @@ def test_both_log_the_same(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_the_doctor_raises_no_alarm(path: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [str(ROOT / "tests" / "support" / "example_doctor.py"), path.stem, str(tmp_path)]
+    done = warm.run(command, tmp_path, environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    print(f"{path.stem}: {found['seconds']:.1f} s")
+    assert [each for each in found["findings"] if each["severity"] != "note"] == []
+    assert len(found["checks"]) == 17
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("tensorflow"), reason="needs TensorFlow")
 def test_tensorflow(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "tensorflow_classification.py"), "--max_steps", "30"]

@@ -238,6 +238,51 @@ def padding_as_targets() -> Planted:
     return Language(shift=True), texts(pads=3), {}
 
 
+class Words:
+    """A tokenizer of numbered words."""
+
+    pad_token_id = 0
+
+    def __init__(self, size: int = VOCABULARY) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(f"w{index}" for index in ids)
+
+
+def gpt(**options: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY, **options}
+    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    return model
+
+
+@bug("vocabulary")
+def token_beyond_the_embedding() -> Planted:
+    return gpt(vocab_size=VOCABULARY // 2), texts(), {}
+
+
+@bug("vocabulary")
+def tokenizer_of_another_model() -> Planted:
+    return gpt(), texts(), {"processing_class": Words(VOCABULARY + 1)}
+
+
+@bug("tied weights")
+def embeddings_that_are_two_tensors() -> Planted:
+    model: Any = gpt()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model, texts(), {}
+
+
+@bug("length")
+def texts_longer_than_the_positions() -> Planted:
+    return gpt(n_positions=WIDTH // 2), texts(), {}
+
+
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, tmp_path: Path) -> None:
     model, rows, options = BUGS[name]()
@@ -251,6 +296,34 @@ def test_a_sound_job_raises_no_alarm(options: dict[str, Any], tmp_path: Path) ->
     found = make_trainer(tmp_path, Classifier(dropout=0.1), data(), learning_rate=1e-3, **options).doctor()
     assert not found.findings, str(found)
     assert "one batch" in found.checks
+
+
+def test_shift_and_masks_of_the_targets_are_shown_as_text(tmp_path: Path) -> None:
+    rows = texts(pads=2)
+    for row in rows:
+        row["labels"] = row["labels"].clone()
+        row["labels"][:3] = -100
+        row["labels"][-2:] = -100
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential", "learning_rate": 1e-3}
+    found = make_trainer(tmp_path, Language(shift=True), rows, processing_class=Words(), **options).doctor()
+    words = Words().decode(rows[0]["input_ids"].tolist()).split()
+    seen = [each.seen for each in found.findings if each.check == "targets"]
+    assert seen[0] == f"inputs of the first sample: '{' '.join(words[:-2])}' <2 padding>"
+    assert seen[1] == f"targets of the first sample: <3 ignored> '{' '.join(words[3:-2])}' <2 ignored>"
+    assert seen[2].startswith("Right: the target of output i is token i + 1 (the labels in the batch are shifted by 0")
+    assert {each.severity for each in found.findings} == {"note"}, str(found)
+
+
+def test_classes_of_tokens_are_not_shown_as_text(tmp_path: Path) -> None:
+    rows = [{**row, "labels": row["labels"] % 3} for row in texts()]
+
+    class Names(Language):
+        def __init__(self) -> None:
+            super().__init__(shift=False)
+            self.head = nn.Linear(16, 3)
+
+    found = make_trainer(tmp_path, Names(), rows, processing_class=Words(), learning_rate=1e-3).doctor()
+    assert not [each.seen for each in found.findings if "first sample" in each.seen]
 
 
 def test_what_a_model_of_a_library_leaves_unused_is_no_alarm(tmp_path: Path) -> None:

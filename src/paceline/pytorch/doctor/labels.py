@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
 
 import torch
 
@@ -10,6 +11,7 @@ from paceline.pytorch.doctor.findings import ERROR, IGNORED, NOTE, WARNING, Case
 
 MOST_OF_ONE = 0.95  # share of one class above which a warning is given
 LEAST_SAMPLES = 16
+MOST_TEXT = 200  # characters of a sample that are shown
 
 
 def find_wrong_classes(case: Case) -> Iterator[Finding]:
@@ -122,14 +124,38 @@ def find_padding_in_loss(case: Case) -> Iterator[Finding]:
 
 
 def find_wrong_shift(case: Case) -> Iterator[Finding]:
-    """Targets of a language model that are not the next tokens; its text if there is a tokenizer."""
+    """Targets of a language model that are not the next tokens, and how they are shifted and masked, as text."""
     labels, ids = case.labels(), case.batch.get("input_ids")
     if labels is None or ids is None or labels.dim() < 2 or labels.is_floating_point():
         return
     decode = getattr(case.tokenizer, "decode", None)
-    if callable(decode):
-        text = str(decode([int(value) for value in labels[0].tolist() if value >= 0]))
-        yield Finding(NOTE, f"targets of the first sample: {text[:200]!r}")
+    if callable(decode) and are_tokens(case):
+        mask = case.batch.get("attention_mask")
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2:
+            is_padding = mask[0] == 0 if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else ids[0] < 0
+            yield Finding(NOTE, f"inputs of the first sample: {as_text(ids[0], is_padding, 'padding', decode)}")
+        yield Finding(NOTE, f"targets of the first sample: {as_text(labels[0], labels[0] < 0, 'ignored', decode)}")
     found = case.targets()
+    if found is not None and found.verdict == "right":
+        yield Finding(NOTE, str(found))
     if found is not None and found.is_wrong:
         yield Finding(ERROR, str(found), "Shift the targets once, in the model or in the collator.")
+
+
+def are_tokens(case: Case) -> bool:
+    """Returns False if the targets are classes other than the tokens of the tokenizer, as those of names in a text."""
+    logits = case.logits()
+    return logits is None or not hasattr(case.tokenizer, "__len__") or logits.shape[-1] >= len(case.tokenizer)
+
+
+def as_text(ids: torch.Tensor, is_masked: torch.Tensor, word: str, decode: Callable[[list[int]], object]) -> str:
+    """Returns the text of tokens; those that are masked are counted, as in `<3 ignored> 'an answer'`."""
+    pieces, room = [], MOST_TEXT
+    for is_hidden, run in groupby(zip(ids.tolist(), is_masked.tolist(), strict=True), key=lambda pair: pair[1]):
+        tokens = [token for token, _ in run]
+        text = f"<{len(tokens)} {word}>" if is_hidden else repr(str(decode(tokens))[:room])
+        pieces.append(text)
+        room -= len(text)
+        if room <= 0:
+            return " ".join([*pieces, "..."])
+    return " ".join(pieces)
