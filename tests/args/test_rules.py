@@ -169,3 +169,13 @@ def test_an_interval_of_zero_is_said_to_be_that_of_the_logs(caplog: pytest.LogCa
     args = TrainingArguments(eval_strategy="steps", eval_steps=0, logging_steps=7)
     assert args.eval_steps == 7
     assert "eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps=7" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"learning_rate": -1}, {"lr_scheduler_type": "lin"}, {"fsdp": {"no": 1}}])
+def test_an_error_says_where_its_option_is_described(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as caught:
+        TrainingArguments("x", **options)
+    (name,) = options
+    assert caught.value.__notes__ == [
+        f"`paceline train --help {name}` describes this option; docs/options.md has all of them."
+    ]

@@ -66,6 +66,19 @@ def test_what_is_typed_wrong_is_said_in_one_line(words: list[str], message: str,
     assert len(error.splitlines()) == 1
 
 
+def test_a_wrong_value_is_said_with_the_command_that_describes_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "module", "job.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["train", "job.yaml", "--learning_rate", "-1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: learning_rate=-1 is invalid: it must be at least 0.",
+        "`paceline train --help learning_rate` describes this option; docs/options.md has all of them.",
+    ]
+
+
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 2
     assert "paceline train CONFIG.yaml" in capsys.readouterr().out

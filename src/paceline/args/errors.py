@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,9 +44,22 @@ def cut_short(word: str, known: Iterable[str]) -> list[str]:
 
 
 def wrong_value(name: str, value: object, expected: str, hint: str = "") -> ValueError:
-    """Builds the error for an option with an invalid value."""
+    """Builds the error for an option with an invalid value. A note of it says where the option is described."""
     shown = MASK if is_secret(name, str(value)) else mask_text(repr(value))
-    return ValueError(f"{name}={shown} is invalid: {expected}{hint}" + ("" if hint.endswith("?") else "."))
+    error = ValueError(f"{name}={shown} is invalid: {expected}{hint}" + ("" if hint.endswith("?") else "."))
+    add_help(error)
+    return error
+
+
+def add_help(error: ValueError, note: str = "") -> None:
+    """Adds a note that says where the first option that the message names with its value is described, and `note`."""
+    # imported for an error only: the declarations import this module
+    options = importlib.import_module("paceline.args.sections").Options.__dataclass_fields__
+    name = next((word for word in re.findall(r"\b(\w+)=", str(error)) if word in options), None)
+    place = f"`paceline train --help {name}` describes this option; docs/options.md has all of them."
+    for text in (place if name else "", note):
+        if text and text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
 
 
 def parse_json(name: str, text: str) -> Any:

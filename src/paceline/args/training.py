@@ -22,6 +22,7 @@ from paceline.args.choices import (
 )
 from paceline.args.coercion import coerce_option, to_mapping
 from paceline.args.construction import GIVEN, TOLD, ArgumentsMeta, defaults_of
+from paceline.args.errors import add_help
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
 from paceline.args.option_files import read_mapping
 from paceline.args.plan import check, half_format, resolve_warmup
@@ -104,8 +105,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         try:
             check(self)
         except ValueError as error:
-            if told:
-                error.add_note(told)
+            add_help(error, told)
             raise
         notes = surprises(self._given, self)
         for note in notes:

@@ -66,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # an error is reported here, and not by Python at exit
         return code
     except UsageError as error:
-        tell(str(error))
+        tell("\n".join([str(error), *getattr(error.__cause__, "__notes__", ())]))
         return 2
     except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         drop_output()
