@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ import api_checks
 import api_table
 import docs
 import links
+from paceline.args import yaml_text
+from paceline.cli.main import COMMANDS
+from paceline.cli.options import argument_fields
+from paceline.cli.schema import make_schema
+from paceline.cli.texts import help_on
 from paceline.core.optional import is_installed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +68,32 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             continue
         first_line = text[: block.start(1)].count("\n")
         exec(compile("\n" * first_line + block[1], str(page), "exec"), namespace)
+
+
+def blocks(kind: str) -> list[tuple[str, str]]:
+    """Returns (page, content) of the blocks of a kind on all pages."""
+    pattern = re.compile(rf"^```{kind}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return [(name_of(page), found[1]) for page in PAGES for found in pattern.finditer(page.read_text("utf-8"))]
+
+
+def test_files_of_the_pages_are_those_of_paceline_train() -> None:
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(make_schema())
+    found = blocks("yaml")
+    assert len(found) > 5
+    for page, text in found:
+        assert not [f"{page}: {error.message}" for error in validator.iter_errors(yaml_text.read(text))]
+
+
+def test_commands_of_the_pages_exist() -> None:
+    lines = [(page, line[2:]) for page, text in blocks("console") for line in text.splitlines() if line[:2] == "$ "]
+    commands = [(page, shlex.split(line, comments=True)[1:]) for page, line in lines if line.startswith("paceline ")]
+    assert len(commands) > 10
+    options = {f"--{name}" for name in argument_fields()}
+    for page, (command, *words) in commands:
+        assert command in COMMANDS, page
+        given = {word.split("=")[0] for word in words if word.startswith("--")}
+        known = set(re.findall(r"--[\w-]+", help_on(command, [])))
+        assert given <= known | (options if command in ("train", "plan", "doctor", "search") else set()), page
 
 
 @pytest.mark.parametrize("name", ["checkpoint-item", "sampler", "reporter", "strategy"])
