@@ -49,7 +49,7 @@ environment:
 	@$(SETUP) --extras dev
 
 environment-slow:
-	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed,site,report
+	@$(SETUP) --extras dev,libraries,optimizers,trackers,stores,deepspeed,site,report,types
 
 environment-xla:
 	@$(PYTHON) tools/environment_xla.py

@@ -1,5 +1,6 @@
 """The documentation as a site, and the package as others get it: a wheel and a source distribution."""
 
+import json
 import re
 import subprocess
 import sys
@@ -146,3 +147,17 @@ def test_a_wheel_and_a_source_distribution_are_whole(tmp_path: Path) -> None:
         command, cwd=job, env={**environment, "MYPYPATH": str(installed)}, capture_output=True, text=True, check=False
     )
     assert re.findall(r"use\.py:(\d+): error", typed.stdout) == ["6"], typed.stdout + typed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("pyright"), reason="needs pyright")
+def test_pyright_sees_the_types_from_another_project(tmp_path: Path) -> None:
+    (tmp_path / "use.py").write_text(USE.format(names=", ".join(reference.paceline._HOMES)))
+    settings = {"extraPaths": [str(ROOT / "src")], "typeCheckingMode": "strict"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "use.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    told = {(each["rule"], each["range"]["start"]["line"]) for each in found if each["severity"] == "error"}
+    unused = {each for each in told if each[0] == "reportUnusedImport"}
+    assert told - unused == {("reportAssignmentType", 5)}, found
