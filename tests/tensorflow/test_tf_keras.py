@@ -273,6 +273,31 @@ def test_a_loss_that_looks_like_a_sum_in_the_first_steps_is_warned_of_later(
             assert (told in say(caplog)) == (number == "wrong")
 
 
+class OverTargets(keras.Sequential):  # type: ignore[misc]
+    """Its own loss is a mean over the targets that are not -100."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        kept = tf.cast(y != -100, tf.float32)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.maximum(y, 0), y_pred)
+        return tf.reduce_sum(losses * kept) / tf.reduce_sum(kept)
+
+
+def test_an_own_loss_of_ragged_targets_is_warned_of_in_an_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = np.random.default_rng(0)
+    inputs, labels = rng.normal(size=(8, 5, 3)).astype(np.float32), rng.integers(0, 4, (8, 5))
+    ragged = np.where(np.arange(5) > np.arange(8)[:, None] % 5, -100, labels)
+    for targets, weight in ((labels, None), (ragged, None), (ragged, "tokens")):
+        model = OverTargets([keras.Input((5, 3)), keras.layers.Dense(4)])
+        data, options = (inputs, targets), {"per_device_eval_batch_size": 4, "loss_weight": weight}
+        caplog.clear()
+        make_trainer(tmp_path, model, data, eval_dataset=data, **options).evaluate()
+        assert ("is treated as a mean over samples" in say(caplog)) == (targets is ragged and weight is None)
+
+
 def test_losses_of_layers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With and without labels; `fit` and `evaluate` leave labels aside, too."""
 

@@ -21,7 +21,7 @@ from paceline.predictions.augmentation import EXTRA_ROWS, AugmentedSteps
 from paceline.tensorflow.coupling import OF_EVALUATION, CouplingCheck
 from paceline.tensorflow.data.batches import Array, map_leaves, separate, size_of, split_weights, to_array, to_rows
 from paceline.tensorflow.framework import tf
-from paceline.tensorflow.objective import Objective, Share, count, mean_of
+from paceline.tensorflow.objective import SAMPLES, TOKENS, Objective, Share, count, mean_of
 from paceline.tensorflow.placement import place
 from paceline.tensorflow.precision import in_precision
 from paceline.tensorflow.traced_errors import told_plainly
@@ -55,6 +55,7 @@ class Predictor:
         self.num_traces = 0
         compiles = self.xla and self.strategy.num_replicas_in_sync == 1
         self._coupling = CouplingCheck(OF_EVALUATION)  # of evaluations of several parts
+        self._shares: set[float] = set()  # targets per sample of the batches so far
         self._run = tf.function(self._trace, reduce_retracing=True, jit_compile=True if compiles else None)
 
     def __call__(self, batch: tuple[Any, Any], precision: str, is_prediction: bool) -> tuple[Any, Any]:
@@ -82,7 +83,23 @@ class Predictor:
             batches: those that were not passed before, (features, labels) on the host.
             num_batches: batches of the evaluation so far.
         """
+        self._check_shares(batches)
         self._coupling.see(self.objective, batches, num_batches * int(self.strategy.num_replicas_in_sync))
+
+    def _check_shares(self, batches: Sequence[tuple[Any, Any]]) -> None:
+        """Warns once if batches differ in targets per sample, and the divisor of a compiled loss is unknown."""
+        compiled = self.objective.compiled
+        names = [] if compiled is None or self.objective.loss_weight is not None else compiled.opaque_losses()
+        if not names or len(self._shares) > 1:
+            return
+        counts = [count(*batch) for batch in batches]
+        self._shares.update(round(each[TOKENS] / each[SAMPLES], 9) for each in counts)
+        if len(self._shares) > 1:
+            logger.warning(
+                "%s of the model is treated as a mean over samples in an evaluation, and its batches differ in targets "
+                "per sample: for a mean over targets, the loss depends on the size of the batches. Set loss_weight.",
+                " and ".join(names),
+            )
 
     def read(self, batch: tuple[Any, Any], results: tuple[Any, Any]) -> tuple[tuple[float, float, float] | None, Any]:
         """Returns (loss, its weight, layers' losses) of a batch, None without labels; and the predictions as arrays.
