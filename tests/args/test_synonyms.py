@@ -47,7 +47,7 @@ def test_each_guess_means_an_option_and_is_none() -> None:
     assert not SYNONYMS.keys() & REMEDIES.keys()
     for guesses in (SYNONYMS, REMEDIES):
         assert list(guesses) == sorted(guesses)
-    assert all(meant_by(guess, argument_names()) for guess in SYNONYMS)
+    assert all(meant_by(guess, argument_names() | {"arguments", "data"}) for guess in SYNONYMS)
 
 
 @pytest.mark.parametrize(("guess", "meant"), GUESSES.items())
@@ -61,6 +61,13 @@ def test_a_guess_names_the_option(tmp_path: Path, guess: str, meant: str) -> Non
         (tmp_path / "job.yaml").write_text(text)
         with pytest.raises(UsageError, match=rf"unknown key '{guess}'; did you mean '{meant}'"):
             read_config(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(("guess", "meant"), [("dataset", "data"), ("training", "arguments")])
+def test_a_guess_names_the_section(tmp_path: Path, guess: str, meant: str) -> None:
+    (tmp_path / "job.yaml").write_text(f"{guess}: {{a: 1}}\n")
+    with pytest.raises(UsageError, match=rf"unknown key '{guess}'; did you mean '{meant}'"):
+        read_config(tmp_path / "job.yaml")
 
 
 @pytest.mark.parametrize(("guess", "remedy"), REMEDIED.items())

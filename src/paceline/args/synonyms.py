@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-# guess -> the option meant, or all options that it can mean, where one alone would mislead
+# guess -> the option, or section of a configuration, that is meant; several where one alone would mislead
 SYNONYMS: Mapping[str, str | tuple[str, ...]] = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",
@@ -30,6 +30,8 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = {
     "compile": "torch_compile",
     "cpu": "use_cpu",
     "cutmix": "regularizers",
+    "dataset": "data",
+    "datasets": "data",
     "ddp": "parallel",
     "deterministic": "full_determinism",
     "device": "use_cpu",  # a GPU is used if there is one
@@ -65,6 +67,7 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = {
     "gradient_clipping": "max_grad_norm",
     "half": "fp16",
     "hub": "push_to_hub",
+    "hyperparameters": "arguments",
     "iterations": "max_steps",
     "keep_checkpoints": "save_total_limit",
     "keep_last": "save_total_limit",
@@ -150,6 +153,9 @@ SYNONYMS: Mapping[str, str | tuple[str, ...]] = {
     "train_bs": "per_device_train_batch_size",
     "train_epochs": "num_train_epochs",
     "train_steps": "max_steps",
+    "training": "arguments",
+    "training_args": "arguments",
+    "training_arguments": "arguments",
     "use_ema": "ema_decay",
     "val_batch_size": "per_device_eval_batch_size",
     "val_check_interval": "eval_steps",
