@@ -13,6 +13,7 @@ A quick run compiles with the backend `eager`: torch traces as always, and no co
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 import warnings
 from typing import Any
 
+import peers
 from measure import (
     Measured,
     choose_contenders,
@@ -41,6 +43,7 @@ NEEDS = {
     COMPILED: "transformers",
     "transformers.Trainer, eager": "accelerate",
     THEIRS: "accelerate",
+    **{f"{name}, {way}": needed for name, needed in peers.NEEDS.items() for way in ("eager", "torch_compile")},
 }
 BATCH_SIZE, STEPS, QUICK_STEPS = 4, 30, 4
 LIMIT_RECOMPILATIONS = 1  # docs/speed.md: once a batch differs from the first, code is compiled for any size
@@ -57,9 +60,9 @@ def train(contender: str, is_quick: bool) -> Measured:
     marks: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
-        trainer = make_trainer(contender, folder, steps, is_quick, marks)
+        fit = make_training(contender, folder, steps, is_quick, marks)
         start = time.perf_counter()
-        trainer.train()
+        fit()
     metrics = get_compilation_metrics()
     forward = [each for each in metrics if each.co_name is not None and each.fail_type is None]
     last = steps - steps // 2
@@ -70,6 +73,27 @@ def train(contender: str, is_quick: bool) -> Measured:
         "recompilations": sum(each.recompile_reason is not None for each in forward),
         "failures": sum(each.fail_type is not None for each in metrics),
     }
+
+
+def make_training(contender: str, folder: str, steps: int, is_quick: bool, marks: list[tuple[float, float]]) -> Any:
+    """Returns a function that trains, and notes (wall seconds, CPU seconds) after each step."""
+    peer, _, way = contender.partition(", ")
+    if peer not in peers.NEEDS:
+        return make_trainer(contender, folder, steps, is_quick, marks).train
+
+    def note(step: int) -> None:
+        marks.append((time.perf_counter(), time.process_time()))
+
+    importlib.import_module(peers.NEEDS[peer])  # no part of what is measured
+    model = make_model()
+    if way == "torch_compile":
+        model.compile(backend="eager" if is_quick else "inductor")
+    return lambda: peers.fit(peer, peers.Job(model, make_some(steps), BATCH_SIZE, steps, note, pad, shuffles=False))
+
+
+def make_some(steps: int) -> Any:
+    """The texts of so many batches."""
+    return make_texts(make_lengths(STEPS * BATCH_SIZE)[: steps * BATCH_SIZE])
 
 
 def make_trainer(contender: str, folder: str, steps: int, is_quick: bool, marks: list[tuple[float, float]]) -> Any:
@@ -98,8 +122,7 @@ def make_trainer(contender: str, folder: str, steps: int, is_quick: bool, marks:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             marks.append((time.perf_counter(), time.process_time()))
 
-    texts = make_texts(make_lengths(STEPS * BATCH_SIZE)[: steps * BATCH_SIZE])
-    return library.Trainer(make_model(), args, train_dataset=texts, data_collator=pad, callbacks=[Clock()])
+    return library.Trainer(make_model(), args, train_dataset=make_some(steps), data_collator=pad, callbacks=[Clock()])
 
 
 def count_lengths(steps: int) -> int:

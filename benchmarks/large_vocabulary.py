@@ -12,6 +12,7 @@ system at once for everyone (MALLOC_MMAP_THRESHOLD_). CPU time is that of the st
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 from typing import Any
 
+import peers
 from eval_memory import Watch, own_bytes
 from measure import (
     choose_contenders,
@@ -41,6 +43,7 @@ NEEDS = {
     "paceline, by chunks": "paceline",
     BASE: "paceline",
     "transformers.Trainer": "transformers",
+    **peers.NEEDS,
 }
 
 
@@ -62,10 +65,16 @@ def make_model(vocabulary: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def make_trainer(name: str, folder: str, vocabulary: int, stages: list[tuple[float, float]]) -> Any:
-    """Returns a Trainer that notes (CPU seconds, wall seconds) after each step."""
+def make_texts(vocabulary: int) -> list[dict[str, Any]]:
     import torch
 
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, vocabulary, (TOKENS // ROWS,), generator=generator) for _ in range(ROWS * (STEPS + 1))]
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+def make_trainer(name: str, folder: str, vocabulary: int, stages: list[tuple[float, float]]) -> Any:
+    """Returns a Trainer that notes (CPU seconds, wall seconds) after each step."""
     if name.startswith("paceline"):
         import paceline as library
 
@@ -74,9 +83,6 @@ def make_trainer(name: str, folder: str, vocabulary: int, stages: list[tuple[flo
         import transformers as library  # type: ignore[no-redef]
 
         options = {}
-    generator = torch.Generator().manual_seed(0)
-    length = TOKENS // ROWS
-    texts = [torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(ROWS * (STEPS + 1))]
     args = library.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=ROWS,
@@ -96,8 +102,25 @@ def make_trainer(name: str, folder: str, vocabulary: int, stages: list[tuple[flo
         def on_step_end(self, *_: Any, **__: Any) -> None:
             stages.append((time.process_time(), time.perf_counter()))
 
-    data = [{"input_ids": text, "labels": text} for text in texts]
-    return library.Trainer(model=make_model(vocabulary), args=args, train_dataset=data, callbacks=[Notes()])
+    return library.Trainer(
+        model=make_model(vocabulary), args=args, train_dataset=make_texts(vocabulary), callbacks=[Notes()]
+    )
+
+
+def make_training(name: str, folder: str, vocabulary: int, stages: list[tuple[float, float]]) -> tuple[Any, Any]:
+    """Returns a model, and a function that trains it."""
+    if name not in peers.NEEDS:
+        trainer = make_trainer(name, folder, vocabulary, stages)
+        return trainer.model, trainer.train
+
+    def note(step: int) -> None:
+        stages.append((time.process_time(), time.perf_counter()))
+
+    importlib.import_module(peers.NEEDS[name])  # no part of what is measured
+    model = make_model(vocabulary)
+    settings: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-3, "max_norm": 0.0}
+    job = peers.Job(model, make_texts(vocabulary), ROWS, STEPS + 1, note, **settings)
+    return model, lambda: peers.fit(name, job)
 
 
 def measure_contender(name: str, vocabulary: int) -> dict[str, float]:
@@ -106,12 +129,12 @@ def measure_contender(name: str, vocabulary: int) -> dict[str, float]:
     torch.set_num_threads(1)
     stages: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        trainer = make_trainer(name, folder, vocabulary, stages)
+        model, train = make_training(name, folder, vocabulary, stages)
         torch.ones(64, 64).mm(torch.ones(64, 64))  # the library's own buffers
         before = own_bytes()
         with Watch() as watch:
-            trainer.train()
-        gradients = sum(each.numel() * each.element_size() for each in trainer.model.parameters())
+            train()
+        gradients = sum(each.numel() * each.element_size() for each in model.parameters())
     cpu = [later[0] - earlier[0] for earlier, later in itertools.pairwise(stages)]
     wall = [later[1] - earlier[1] for earlier, later in itertools.pairwise(stages)]
     return {

@@ -3,7 +3,7 @@
 The model and the settings are those of `step_overhead.py`. Without the ledger its notes go to a C function that does
 nothing. Each contender trains 1,500 and then 4,500 steps in one fresh process on one thread; what the longer run takes
 more, divided by the 3,000 steps it has more, is the cost of a step. The contenders take turns, and the ratio is one of
-neighbours.
+neighbours. The peers, which keep no such account, take part in the turns.
 
     python benchmarks/ledger.py [--quick] [--rounds 15]
 """
@@ -26,7 +26,8 @@ from measure import (
     write_result,
 )
 
-NEEDS = {"without": "paceline", "with": "paceline"}
+PEERS = ("loop", "transformers.Trainer", "lightning", "accelerate loop")
+NEEDS = {"without": "paceline", "with": "paceline", **{name: step_overhead.NEEDS[name] for name in PEERS}}
 LIMIT = 1.01
 
 
@@ -52,7 +53,8 @@ def main() -> None:
     if arguments.child:
         if arguments.child == "without":
             throw_notes_away()
-        report_from_child(step_overhead.time_contender("paceline", steps))
+        trained = arguments.child if arguments.child in PEERS else "paceline"
+        report_from_child(step_overhead.time_contender(trained, steps))
         return
     if arguments.quick:
         arguments.rounds = 1

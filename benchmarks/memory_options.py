@@ -22,8 +22,10 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
+import peers
 from eval_memory import Watch, own_bytes
 from measure import (
     Measured,
@@ -55,7 +57,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     THEIRS: {},
     THEIRS_CHECKPOINTED: {"gradient_checkpointing": True},
 }
-NEEDS = {name: "accelerate" if name.startswith("transformers") else "transformers" for name in OPTIONS}
+OF_PEERS = {
+    f"{name}, {option}": (name, option == "gradient_checkpointing")
+    for name in peers.NEEDS
+    for option in ("plain", "gradient_checkpointing")
+}
+NEEDS = {
+    **{name: "accelerate" if name.startswith("transformers") else "transformers" for name in OPTIONS},
+    **{name: peers.NEEDS[peer] for name, (peer, _) in OF_PEERS.items()},
+}
 BASES = {BUDGET: WITH_COMPILER}  # of the others: PLAIN
 SAVES_NOTHING = (PLAIN, WITH_COMPILER, "paceline, linear_cross_entropy=False")
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -74,21 +84,53 @@ def make_model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def make_trainer(name: str, folder: str, shape: tuple[int, int], watch: Watch, cpu: list[float]) -> Any:
-    """Returns a Trainer that enters `watch` after the first steps, leaves it after the last, and notes CPU seconds."""
+def make_texts(steps: int, length: int) -> list[dict[str, Any]]:
     import torch
 
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, VOCABULARY, (length,), generator=generator) for _ in range(ROWS * steps)]
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+def make_notes(steps: int, watch: Watch, cpu: list[float]) -> Callable[[int], None]:
+    """Returns what is called after each step: it enters `watch` after the first ones and leaves it after the last."""
+    watched = contextlib.ExitStack()
+
+    def note(step: int) -> None:
+        if step in (FIRST_STEPS, steps):
+            cpu.append(time.process_time())
+        if step == FIRST_STEPS:
+            watched.enter_context(watch)
+        elif step == steps:
+            watched.close()
+
+    return note
+
+
+def train(name: str, folder: str, shape: tuple[int, int], note: Callable[[int], None]) -> Any:
+    """Trains, and returns the model."""
+    if name not in OF_PEERS:
+        trainer = make_trainer(name, folder, shape, note)
+        trainer.train()
+        return trainer.model
+    model, (peer, is_checkpointed) = make_model(), OF_PEERS[name]
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    steps = shape[0]
+    peers.fit(peer, peers.Job(model, make_texts(*shape), ROWS, steps, note, learning_rate=1e-4, max_norm=0.0))
+    return model
+
+
+def make_trainer(name: str, folder: str, shape: tuple[int, int], note: Callable[[int], None]) -> Any:
+    """Returns a Trainer that calls `note` with the number of each step that is done."""
     if name.startswith("paceline"):
         import paceline as library
     else:
         import transformers as library  # type: ignore[no-redef]
-    steps, length = shape
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(0, VOCABULARY, (length,), generator=generator) for _ in range(ROWS * steps)]
     args = library.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=ROWS,
-        max_steps=steps,
+        max_steps=shape[0],
         learning_rate=1e-4,
         max_grad_norm=0.0,
         logging_strategy="no",
@@ -99,19 +141,11 @@ def make_trainer(name: str, folder: str, shape: tuple[int, int], watch: Watch, c
         **OPTIONS[name],
     )
 
-    watched = contextlib.ExitStack()
-
     class Notes(library.TrainerCallback):  # type: ignore[name-defined, misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step in (FIRST_STEPS, steps):
-                cpu.append(time.process_time())
-            if state.global_step == FIRST_STEPS:
-                watched.enter_context(watch)
-            elif state.global_step == steps:
-                watched.close()
+            note(state.global_step)
 
-    data = [{"input_ids": text, "labels": text} for text in texts]
-    return library.Trainer(model=make_model(), args=args, train_dataset=data, callbacks=[Notes()])
+    return library.Trainer(model=make_model(), args=args, train_dataset=make_texts(*shape), callbacks=[Notes()])
 
 
 def measure_contender(name: str, is_quick: bool) -> Measured:
@@ -122,10 +156,7 @@ def measure_contender(name: str, is_quick: bool) -> Measured:
     watch = Watch()
     cpu: list[float] = []
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        trainer = make_trainer(name, folder, shape, watch, cpu)
-        trainer.train()
-        model = trainer.model
-        del trainer
+        model = train(name, folder, shape, make_notes(shape[0], watch, cpu))
         for parameter in model.parameters():
             parameter.grad = None
         gc.collect()

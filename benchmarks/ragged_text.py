@@ -2,20 +2,24 @@
 
 Lengths are drawn once, with a mean of 90 tokens and a longest of 476. The number is the CPU time for each useful token,
 one that is no padding, after the first steps, on one thread; its inverse is the useful tokens of a second of one core.
-`limit` is the same model on the same number of tokens in rows of one length.
+`limit` is the same model on the same number of tokens in rows of one length. The loop by hand, accelerate's and
+Lightning have padded batches.
 
     python benchmarks/ragged_text.py [--quick] [--rounds 5]
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from typing import Any
 
+import peers
 from measure import (
     Measured,
     choose_contenders,
@@ -35,6 +39,7 @@ NEEDS = {
     "limit": "transformers",
     **{f"paceline {name}": "transformers" for name in OURS},
     **{f"transformers {name}": "accelerate" for name in THEIRS},
+    **{f"{name}, padded": needed for name, needed in peers.NEEDS.items()},
 }
 BEST = "paceline flattened"
 MEAN, LONGEST, SHORTEST, BATCH_SIZE = 90, 476, 8, 16
@@ -104,17 +109,45 @@ def train(contender: str, steps: int) -> dict[str, float]:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    library, options, collate = choose(contender)
     lengths = make_lengths(steps * BATCH_SIZE)
     if contender == "limit":
         lengths = [MEAN] * len(lengths)
     counted: list[int] = []
+    marks: list[tuple[float, int]] = []
+    peer = contender.removesuffix(", padded")
+    if peer in peers.NEEDS:
+        train_peer(peer, make_texts(lengths), steps, counted, marks)
+    else:
+        train_trainer(contender, make_texts(lengths), steps, counted, marks)
+    (begin, first), (end, last) = marks
+    tokens = sum(counted[first:last])
+    seconds = end - begin
+    return {"us_per_token": 1e6 * seconds / tokens, "tokens_per_second": tokens / seconds}
 
-    def counting(samples: list[Sample]) -> Any:
+
+def counting(collate: Any, counted: list[int]) -> Any:
+    """A collator that notes the tokens of each batch that are no padding."""
+
+    def collate_and_count(samples: list[Sample]) -> Any:
         counted.append(sum(len(sample["input_ids"]) for sample in samples))
         return collate(samples)
 
-    marks: list[tuple[float, int]] = []
+    return collate_and_count
+
+
+def train_peer(peer: str, texts: list[Sample], steps: int, counted: list[int], marks: list[tuple[float, int]]) -> None:
+    def note(step: int) -> None:
+        if step in (FIRST_STEPS, steps):
+            marks.append((time.process_time(), step))
+
+    with contextlib.redirect_stdout(sys.stderr):
+        peers.fit(peer, peers.Job(make_model(), texts, BATCH_SIZE, steps, note, counting(pad, counted)))
+
+
+def train_trainer(
+    contender: str, texts: list[Sample], steps: int, counted: list[int], marks: list[tuple[float, int]]
+) -> None:
+    library, options, collate = choose(contender)
     with tempfile.TemporaryDirectory() as folder:
         arguments = library.TrainingArguments(
             output_dir=folder,
@@ -130,15 +163,11 @@ def train(contender: str, steps: int) -> dict[str, float]:
         trainer = library.Trainer(
             make_model(),
             arguments,
-            train_dataset=make_texts(lengths),
-            data_collator=counting,
+            train_dataset=texts,
+            data_collator=counting(collate, counted),
             callbacks=[make_clock(library, marks)],
         )
         trainer.train()
-    (begin, first), (end, last) = marks
-    tokens = sum(counted[first:last])
-    seconds = end - begin
-    return {"us_per_token": 1e6 * seconds / tokens, "tokens_per_second": tokens / seconds}
 
 
 def choose(contender: str) -> tuple[Any, dict[str, Any], Any]:

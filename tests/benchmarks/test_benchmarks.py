@@ -84,8 +84,9 @@ def test_step_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_ledger(tmp_path: Path) -> None:
-    result = run_for_result(tmp_path, "ledger", "--quick")
-    assert list(result["rows"]) == ["without", "with"]
+    contenders = ["without", "with", "loop"]
+    result = run_for_result(tmp_path, "ledger", "--quick", "--contenders", *contenders)
+    assert list(result["rows"]) == contenders
     assert result["rows"]["without"]["over_without"]["median"] == 1
     assert result["targets"][0]["value"] == result["rows"]["with"]["over_without"]["median"] > 0
 
@@ -93,10 +94,11 @@ def test_ledger(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_large_vocabulary(tmp_path: Path) -> None:
-    contenders = ["paceline, by chunks", "paceline, logits"]
+    contenders = ["paceline, by chunks", "paceline, logits", "loop"]
     result = run_for_result(tmp_path, "large_vocabulary", "--quick", "--contenders", *contenders)
-    chunks, logits = (result["rows"][name]["added_gb"]["median"] for name in contenders)
+    chunks, logits, loop = (result["rows"][name]["added_gb"]["median"] for name in contenders)
     assert chunks < logits / 2
+    assert loop == pytest.approx(logits, rel=0.2)
 
 
 @pytest.mark.nightly
@@ -273,7 +275,7 @@ def test_members(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_ragged_text(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    contenders = ["limit", "paceline flattened", "transformers flattened"]
+    contenders = ["limit", "paceline flattened", "transformers flattened", "loop, padded", "accelerate loop, padded"]
     result = run_for_result(tmp_path, "ragged_text", "--quick", "--contenders", *contenders)
     assert list(result["rows"]) == contenders
     assert result["rows"]["limit"]["over_limit"]["median"] == 1
@@ -286,9 +288,10 @@ def test_ragged_text(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_options(tmp_path: Path) -> None:
-    contenders = ["paceline, plain", "paceline, gradient_checkpointing"]
+    contenders = ["paceline, plain", "paceline, gradient_checkpointing", "loop, plain"]
     result = run_for_result(tmp_path, "memory_options", "--quick", "--contenders", *contenders)
-    plain, checkpointed = (result["rows"][name] for name in contenders)
+    plain, checkpointed, loop = (result["rows"][name] for name in contenders)
+    assert loop["added_mb_over_plain"]["median"] > 1, "it holds the logits"
     assert plain["added_mb"]["median"] > 3 * 4e-6 * result["settings"]["parameters"]  # gradients and moments
     assert checkpointed["added_mb_over_plain"]["median"] < 1.05  # the small model leaves little to save
     assert result["targets"][0]["value"] == checkpointed["added_mb_over_plain"]["median"]
@@ -299,9 +302,10 @@ def test_memory_options(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_compile_ragged(tmp_path: Path) -> None:
-    contenders = ["paceline, eager", "paceline, torch_compile"]
+    contenders = ["paceline, eager", "paceline, torch_compile", "loop, torch_compile"]
     result = run_for_result(tmp_path, "compile_ragged", "--quick", "--contenders", *contenders)
-    eager, compiled = (result["rows"][name] for name in contenders)
+    eager, compiled, loop = (result["rows"][name] for name in contenders)
+    assert loop["graphs"]["max"] >= 1
     assert result["settings"]["lengths"] == result["settings"]["steps"]
     assert eager["graphs"]["max"] == eager["recompilations"]["max"] == 0
     assert (compiled["graphs"]["max"], compiled["recompilations"]["max"]) == (2, 1)
