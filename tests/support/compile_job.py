@@ -1,6 +1,7 @@
 """A compiled and a plain training on several processes: `python compile_job.py FOLDER BACKEND ENGINE...`.
 
-Each process writes into `FOLDER/ENGINE-RANK.pt` what both have found, and how much was compiled.
+ENGINE+budget recomputes all activations of compiled blocks. Each process writes into `FOLDER/ENGINE-RANK.pt` what both
+have found, and how much was compiled.
 """
 
 from __future__ import annotations
@@ -76,9 +77,11 @@ def run(folder: Path, engine: dict[str, Any], **options: Any) -> Result:
 def main() -> None:
     folder, backend, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
     for name in sys.argv[3:]:
-        plain = run(folder / f"plain-{name}", ENGINES[name])
-        options = {"torch_compile": True, "torch_compile_backend": backend}
-        compiled = run(folder / f"compiled-{name}", ENGINES[name], **options)
+        engine, _, budget = name.partition("+")
+        plain = run(folder / f"plain-{name}", ENGINES[engine])
+        options: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": backend}
+        options |= {"activation_memory_budget": 0.0} if budget else {}
+        compiled = run(folder / f"compiled-{name}", ENGINES[engine], **options)
         torch.save({"plain": plain, "compiled": compiled}, folder / f"{name}-{rank}.pt")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compilers import needs_compiler
 
-ENGINES = ("ddp", "fsdp", "tp")
+ENGINES = ("ddp", "fsdp", "tp", "ddp+budget", "fsdp+budget")
 NUM_LAYERS = 4
 
 

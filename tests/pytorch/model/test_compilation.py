@@ -15,7 +15,7 @@ import pytest
 import torch
 from compile_job import Layer, Layered
 from compilers import needs_compiler
-from small_models import make_trainer
+from small_models import make_trainer, tagging, weights
 from torch import Tensor, nn
 
 from paceline import TrainerCallback, TrainingArguments, UnsupportedOption
@@ -233,6 +233,37 @@ def test_a_memory_budget_keeps_fewer_activations_and_the_gradients(tmp_path: Pat
     for _, gradients in found[1:]:
         torch.testing.assert_close(gradients, found[0][1], rtol=1e-5, atol=1e-7)
     assert torch._functorch.config.activation_memory_budget == before
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"activation_memory_budget": 0.0}], ids=["compiled", "recomputed"])
+def test_a_run_has_the_numbers_without_compilation_and_is_resumed_bit_for_bit(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def train(name: str, *, callbacks: Any = None, resume: bool = False, **chosen: Any) -> Any:
+        torch._dynamo.reset()
+        trainer = make_trainer(
+            tmp_path / name, Layered(), tagging(24), eval_dataset=tagging(8, seed=5), max_steps=4, logging_steps=1,
+            per_device_train_batch_size=4, save_strategy="steps", save_steps=2, callbacks=callbacks or [], **chosen,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain, whole = train("plain"), train("whole", **options)
+    for name in ("loss", "grad_norm"):
+        values = [[row[name] for row in each.state.log_history if name in row] for each in (plain, whole)]
+        assert values[1] == pytest.approx(values[0], rel=1e-5)
+    assert whole.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    train("parts", callbacks=[StopAt()], **options)
+    resumed = train("parts", resume=True, **options)
+    assert resumed.state.global_step == 4
+    assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
 def test_offload_needs_compiled_blocks(tmp_path: Path) -> None:
