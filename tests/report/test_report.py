@@ -5,16 +5,18 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from browser import opened
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import Classifier, classification
+from small_models import Classifier, classification, make_trainer
 
 from paceline import Trainer, TrainerCallback, TrainingArguments
 from paceline.callbacks.report import MOST_MEASUREMENTS, Measurements, ReportCallback
@@ -126,6 +128,53 @@ def test_a_run_without_a_reporter_keeps_its_measurements_and_warnings(tmp_path):
         write_report([tmp_path])
     assert not logging.getLogger("paceline").handlers or "Messages" not in str(logging.getLogger("paceline").handlers)
     assert not any(key.startswith("time/") for row in trainer.state.log_history for key in row)
+
+
+class Sick(Classifier):
+    """Its loss of one batch is not finite, and a later batch does not fit into memory."""
+
+    def __init__(self, nan_at: int = 0, full_at: int = 0) -> None:
+        super().__init__()
+        self.nan_at, self.full_at, self.calls = nan_at, full_at, 0
+
+    def forward(self, x, labels=None):
+        output = super().forward(x, labels)
+        self.calls += self.training
+        if self.training and self.calls == self.full_at:
+            raise torch.OutOfMemoryError("out of memory")
+        return (output[0] * float("nan"), *output[1:]) if self.training and self.calls == self.nan_at else output
+
+
+@pytest.mark.slow
+def test_rollbacks_signals_resumes_and_memory_errors_are_told(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    options = {"nonfinite_policy": "rollback", "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2}
+
+    def told():
+        text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", (tmp_path / REPORT_FILE).read_text("utf-8")))
+        return text.split(" Events ")[-1].split(" Environment ")[0].split(" Warnings ")
+
+    make_trainer(tmp_path, Sick(nan_at=5), classification(40), callbacks=[Stop()], **options).train()
+    events, warnings = told()
+    assert "5 skipped after values that were not finite: epoch 0, first 16, num_samples 4" in events
+    assert "6 interrupted" in events
+    assert "Rewound to step 4; 4 samples are skipped." in warnings
+    assert "SIGTERM: stopping at the next step boundary" in warnings
+    trainer = make_trainer(tmp_path, Sick(full_at=3), classification(40), **options)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train(resume_from_checkpoint=True)
+    events, warnings = told()
+    assert "6 interrupted" in events
+    assert "6 resumed" in events
+    assert "8 failed" in events
+    assert "out of memory" in warnings
+    assert "Rewound to step 4" in warnings  # before it was resumed
+    write_report([tmp_path])
+    assert told() == [events, warnings]
 
 
 WARNING_JOB = """

@@ -19,9 +19,9 @@ def events_of(run: RunData) -> list[list[Any]]:
     rows: list[list[Any]] = []
     history = run.record.get("history")
     records = [each for each in history if isinstance(each, dict)] if isinstance(history, list) else []
-    for record in [*records, run.record]:
-        if record:
-            rows += _start(record)
+    for record in records:
+        rows += [*_start(record), *_end(record)] if record else []
+    rows += _start(run.record) if run.record else []
     try:
         changes = read_changes(run.folder / CHANGES_FILE)
     except OSError:
@@ -31,10 +31,7 @@ def events_of(run: RunData) -> list[list[Any]]:
         ["", each.get("step", ""), f"skipped after values that were not finite: {_words(each, {'step'})}"]
         for each in run.skipped[:_MOST_SKIPPED]
     ]
-    end = run.record.get("end")
-    if isinstance(end, dict) and end.get("state"):
-        rows.append([when_of(end.get("time")), end.get("step", ""), str(end["state"])])
-    return rows
+    return [*rows, *_end(run.record)]
 
 
 def warnings_of(run: RunData) -> list[list[Any]]:
@@ -81,6 +78,13 @@ def when_of(value: object) -> str:
         except (ValueError, OverflowError, OSError):
             return ""
     return value if isinstance(value, str) else ""
+
+
+def _end(record: Mapping[str, Any]) -> list[list[Any]]:
+    end = record.get("end")
+    if not isinstance(end, dict) or not end.get("state"):
+        return []
+    return [[when_of(end.get("time")), end.get("step", ""), str(end["state"])]]
 
 
 def _start(record: Mapping[str, Any]) -> list[list[Any]]:

@@ -136,6 +136,8 @@ def read_run(
             logged = [row for row in rows if "loss" in row]
             is_timed = any(map(has_measurements, logged))  # the same seconds are not counted twice
             rows, state = [*logged, *(row for row in kept[0] if not (is_timed and is_measured(row)))], kept[1]
+    else:
+        state = _with_earlier_messages(state, _kept_log(folder / REPORT_FILE, record))
     best = state.get("best_model_checkpoint")
     best_name = Path(best).name if isinstance(best, str) else None
     return RunData(
@@ -305,6 +307,16 @@ def _kept_log(page: Path, record: Mapping[str, Any]) -> tuple[list[dict[str, Any
         return (rows, _mapping(kept["state"])) if is_same else None
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
+
+
+def _with_earlier_messages(
+    state: Mapping[str, Any], kept: tuple[object, Mapping[str, Any]] | None
+) -> Mapping[str, Any]:
+    """Returns the state with the messages that the run logged before it was resumed, as its last page keeps them."""
+    earlier = kept[1].get("messages") if kept is not None else None
+    if not isinstance(earlier, list):
+        return state
+    return {**state, "messages": [*earlier, *(state.get("messages") or ())][-_MOST_KEPT:]}
 
 
 def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:
