@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -125,7 +124,8 @@ def test_a_wheel_and_a_source_distribution_are_whole(tmp_path: Path) -> None:
         inside = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert {"docs/index.md", "examples/averages.py", "CHANGELOG.md", "src/paceline/py.typed"} <= inside
     installed = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(installed)
+    command = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(installed), str(wheel)]
+    subprocess.run([sys.executable, *command], check=True)
     packed = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "paceline").rglob("*")}
     wanted = {name for name in sources if not name.endswith((".pyc", "/")) and (ROOT / "src" / name).is_file()}
