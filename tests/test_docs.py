@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import functools
 import importlib.util
 import re
@@ -20,7 +22,10 @@ import api_checks
 import api_table
 import docs
 import links
+import reference
+import stubs
 from paceline.args import yaml_text
+from paceline.args.training import TrainingArguments
 from paceline.cli.main import COMMANDS
 from paceline.cli.options import argument_fields
 from paceline.cli.schema import make_schema
@@ -82,6 +87,23 @@ def test_files_of_the_pages_are_those_of_paceline_train() -> None:
     assert len(found) > 5
     for page, text in found:
         assert not [f"{page}: {error.message}" for error in validator.iter_errors(yaml_text.read(text))]
+
+
+def test_the_example_of_each_group_of_options_is_accepted(tmp_path: Path) -> None:
+    examples = [text for page, text in blocks("yaml") if page == "docs/options.md"]
+    assert len(examples) == 1 + len(reference.EXAMPLES)
+    for text in examples:
+        TrainingArguments(**{"output_dir": str(tmp_path), "use_cpu": True, **yaml_text.read(text)})
+
+
+def test_editors_find_the_text_of_each_option() -> None:
+    stub = ast.parse(next(iter(stubs.pages())).read_text("utf-8"))
+    found = {}
+    for section in [node for node in stub.body if isinstance(node, ast.ClassDef)]:
+        for option, text in zip(section.body, section.body[1:], strict=False):
+            if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(option.target)] = " ".join(ast.literal_eval(text.value).split())
+    assert found == {field.name: field.metadata["help"] for field in dataclasses.fields(TrainingArguments)}
 
 
 def test_commands_of_the_pages_exist() -> None:

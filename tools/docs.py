@@ -1,6 +1,6 @@
 """Writes what is made from the code: the table of modules in docs/architecture.md, the table of names beside the
-reference's (docs/api_table.md), the pages of the API reference and of the options, and the examples as scripts for
-transformers.
+reference's (docs/api_table.md), the pages of the API reference and of the options, the examples as scripts for
+transformers, and the type stubs of the options.
 
 python tools/docs.py           write
 python tools/docs.py --check   fail where a file is not what would be written, and name it
@@ -16,6 +16,7 @@ from pathlib import Path
 import api_table
 import counterparts
 import reference
+import stubs
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
@@ -43,7 +44,8 @@ def main() -> int:
 def pages() -> dict[Path, str]:
     """Every file that is made, with its content."""
     architecture = with_modules(ARCHITECTURE.read_text(encoding="utf-8"))
-    return {ARCHITECTURE: architecture, **api_table.pages(), **reference.pages(), **counterparts.pages()}
+    references = {**api_table.pages(), **reference.pages()}
+    return {ARCHITECTURE: architecture, **references, **counterparts.pages(), **stubs.pages()}
 
 
 def generated_files() -> list[Path]:

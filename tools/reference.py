@@ -30,12 +30,43 @@ GROUPS = (
     ("TensorFlow", "tensorflow", ("paceline.tensorflow",)),
     ("Everything else", "others", ("paceline",)),
 )
+# section -> an example of a file with its options
+EXAMPLES = {
+    "RunSection": "output_dir: runs/first",
+    "TrainSection": "per_device_train_batch_size: 16\nnum_train_epochs: 2",
+    "ScheduleSection": "learning_rate: 3.0e-4\nlr_scheduler_type: cosine\nwarmup_steps: 0.1  # of all steps",
+    "OptimSection": "optim: adamw_torch_fused\nweight_decay: 0.01",
+    "UpdateSection": "gradient_accumulation_steps: 4  # 4 x per_device_train_batch_size samples a step",
+    "PrecisionSection": "bf16: true",
+    "ActivationSection": "activation_checkpointing: true",
+    "CompileSection": "torch_compile: true\ncompile_cache_dir: ~/.cache/compiled",
+    "ModelSection": "neftune_noise_alpha: 5",
+    "LogSection": "logging_steps: 10\nreport_to: [tensorboard]",
+    "EvalSection": "eval_strategy: steps\neval_steps: 500\nper_device_eval_batch_size: 32",
+    "MetricSection": "include_for_metrics: [inputs, loss]",
+    "SaveSection": "save_strategy: steps\nsave_steps: 500\nsave_total_limit: 3",
+    "HubSection": "hub_model_id: me/my-model\nhub_strategy: checkpoint",
+    "BestSection": (
+        "eval_strategy: epoch\nsave_strategy: best\nload_best_model_at_end: true\nmetric_for_best_model: accuracy"
+    ),
+    "ResumeSection": "ignore_data_skip: false  # continue where the data was left",
+    "SeedSection": "seed: 7\nfull_determinism: true",
+    "EngineSection": "accelerator_config: {split_batches: true}",
+    "DataSection": "dataloader_num_workers: 4\ndataloader_prefetch_factor: 2",
+    "ParallelSection": "ddp_timeout: 600  # seconds",
+    "DebugSection": "debug: underflow_overflow",
+    "ScriptSection": "resume_from_checkpoint: 'true'  # the newest",
+    "AverageSection": "ema_decay: 0.999",
+    "DistillationSection": "distillation_alpha: 0.7\ndistillation_temperature: 3",
+    "PacelineSection": "packing: pack\npacking_length: 1024",
+}
 INTRODUCTION = """# Options
 
 Every option of `TrainingArguments`: in Python, in the YAML file of `paceline train`, and as a flag
 (`--learning_rate 3e-4`). `paceline train --help NAME` prints the ones whose name or text has that word;
-`paceline schema` writes a JSON schema by which editors complete and check files. A value that cannot be honoured is an
-error that names the option and the remedy.
+`paceline schema` writes a JSON schema by which editors complete and check files. In Python, an editor shows the text of
+an option where the mouse is over its name. A value that cannot be honoured is an error that names the option and the
+remedy.
 
 ```yaml
 output_dir: runs/first
@@ -99,7 +130,7 @@ def options_page() -> str:
         own = [fields.pop(name) for name in vars(owner).get("__annotations__", {}) if name in fields]
         if own:
             heading = (owner.__doc__ or "").strip().splitlines()[0].rstrip(".")
-            lines += [f"## {heading}", "", *table(own), ""]
+            lines += [f"## {heading}", "", "```yaml", EXAMPLES[owner.__name__], "```", "", *table(own), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

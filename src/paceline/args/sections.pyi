@@ -1,0 +1,596 @@
+# Generated from sections.py by tools/docs.py; do not edit.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.args.accelerator_config import AcceleratorConfig
+from paceline.args.choices import (
+    DebugOption,
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+)
+
+HeadOption = str | bool
+
+def option(default: object, text: str, choices: Sequence[str] | None = None, is_switch: bool = False) -> Any: ...
+
+@dataclass(init=False, repr=False, eq=False)
+class RunSection:
+    """Output location."""
+
+    output_dir: str | None = ...
+    """Folder for checkpoints, logs and the record of the run; or a URL (s3://bucket/run, gs://, az://), which
+    becomes output_store, with a local folder in the user's cache. Unset: ./trainer_output."""
+
+@dataclass(init=False, repr=False, eq=False)
+class TrainSection:
+    """Length and batch size of training."""
+
+    per_device_train_batch_size: int = ...
+    """Samples in one training micro-batch, per process."""
+    num_train_epochs: float = ...
+    """Number of epochs; a fraction trains that part of the last epoch. max_steps overrides it."""
+    max_steps: int = ...
+    """Number of optimizer steps; overrides num_train_epochs, and the data is repeated as often as needed. -1: use
+    num_train_epochs. Required for data without a length."""
+
+@dataclass(init=False, repr=False, eq=False)
+class ScheduleSection:
+    """Learning-rate schedule."""
+
+    learning_rate: float = ...
+    """Peak learning rate, which the schedule multiplies."""
+    lr_scheduler_type: SchedulerType | str = ...
+    """Learning-rate schedule, one of the names of get_scheduler."""
+    lr_scheduler_kwargs: dict[str, Any] | str | None = ...
+    """Further settings of the schedule, as a dict or JSON, for instance {"num_cycles": 2}."""
+    warmup_steps: float = ...
+    """Optimizer steps over which the learning rate rises from 0 to its peak; below 1, a ratio of all steps."""
+
+@dataclass(init=False, repr=False, eq=False)
+class OptimSection:
+    """Optimizer."""
+
+    optim: OptimizerNames | str = ...
+    """Optimizer by name; 'auto' chooses one by device, dtype and memory and logs the reason."""
+    optim_args: str | None = ...
+    """Further settings of the optimizer, as 'name=value,name=value'."""
+    weight_decay: float = ...
+    """Decoupled weight decay. Biases and the weights of norm layers are excluded."""
+    adam_beta1: float = ...
+    """Decay rate of the first moment, for the Adam family."""
+    adam_beta2: float = ...
+    """Decay rate of the second moment, for the Adam family."""
+    adam_epsilon: float = ...
+    """Epsilon in the denominator, for the Adam family."""
+    optim_target_modules: str | list[str] | None = ...
+    """Modules for GaLore, APOLLO or Muon: parts of names, one regex, or 'all-linear'."""
+
+@dataclass(init=False, repr=False, eq=False)
+class UpdateSection:
+    """Optimizer step: accumulation, clipping and loss."""
+
+    gradient_accumulation_steps: int = ...
+    """Micro-batches whose gradients are accumulated for one optimizer step. All step counts are optimizer steps."""
+    average_tokens_across_devices: bool = ...
+    """Divide the loss by the number of targets over all processes, not by each process's own."""
+    max_grad_norm: float = ...
+    """Maximum L2 norm of the gradients; larger ones are scaled down to it. 0 disables clipping."""
+    label_smoothing_factor: float = ...
+    """Label smoothing: share of the target probability spread evenly over all classes, from 0 to below 1."""
+
+@dataclass(init=False, repr=False, eq=False)
+class PrecisionSection:
+    """Precision."""
+
+    bf16: bool = ...
+    """Mixed precision: forward and backward in bfloat16 autocast; weights keep their dtype."""
+    fp16: bool = ...
+    """Mixed precision: forward and backward in float16 autocast, with a gradient scaler."""
+    bf16_full_eval: bool = ...
+    """Cast the model to bfloat16 for evaluation and prediction."""
+    fp16_full_eval: bool = ...
+    """Cast the model to float16 for evaluation and prediction."""
+    tf32: bool | None = ...
+    """Allow (or forbid) TF32 matrix products on the GPU. Unset: torch's setting."""
+
+@dataclass(init=False, repr=False, eq=False)
+class ActivationSection:
+    """Activation checkpointing."""
+
+    activation_checkpointing: bool | None = ...
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = ...
+    """Settings of activation checkpointing, as a dict or JSON: every_n_layers, offload (to host memory), and those
+    of torch.utils.checkpoint, such as use_reentrant."""
+    gradient_checkpointing: bool | None = ...
+    """Older name of activation_checkpointing; both always have the same value."""
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = ...
+    """Older name of activation_checkpointing_kwargs; both always have the same value."""
+
+@dataclass(init=False, repr=False, eq=False)
+class CompileSection:
+    """Compilation and kernels."""
+
+    torch_compile: bool = ...
+    """Compile the model with torch.compile: its repeated blocks where it has them, see compile_regions."""
+    torch_compile_backend: str | None = ...
+    """Backend of torch.compile; setting it enables torch_compile. Unset: inductor."""
+    torch_compile_mode: str | None = ...
+    """Mode of torch.compile, such as 'reduce-overhead' or 'max-autotune'; setting it enables torch_compile."""
+    use_liger_kernel: bool = ...
+    """Replace supported layers by Liger kernels (package liger-kernel)."""
+    liger_kernel_config: dict[str, bool] | None = ...
+    """Liger kernels to enable or disable: rope, cross_entropy, fused_linear_cross_entropy, rms_norm, swiglu."""
+
+@dataclass(init=False, repr=False, eq=False)
+class ModelSection:
+    """Model and memory during training."""
+
+    use_cache: bool = ...
+    """Keep the model's key-value cache enabled during training; rarely useful."""
+    neftune_noise_alpha: float | None = ...
+    """Scale of the uniform noise added to input embeddings during training (NEFTune, arXiv 2310.05914)."""
+    torch_empty_cache_steps: int | None = ...
+    """Optimizer steps between two releases of cached device memory: lower peak memory, slower steps."""
+    auto_find_batch_size: bool = ...
+    """After an out-of-memory, halve the micro-batch and double the accumulation: the same global batch size."""
+
+@dataclass(init=False, repr=False, eq=False)
+class LogSection:
+    """Logging."""
+
+    logging_strategy: IntervalStrategy | str = ...
+    """Interval of training logs: 'no', 'steps' (every logging_steps), 'epoch'."""
+    logging_steps: float = ...
+    """Optimizer steps between two logs; below 1, a ratio of all steps."""
+    logging_first_step: bool = ...
+    """Log the first optimizer step too."""
+    log_on_each_node: bool = ...
+    """With several machines, log on each of them rather than on the first only."""
+    logging_nan_inf_filter: bool = ...
+    """Exclude non-finite losses from the logged mean and log their number. Gradients are not changed."""
+    include_num_input_tokens_seen: str = ...
+    """Count the input tokens: 'all', 'non_padding', or 'no'. True means 'all', False 'no'."""
+    log_level: str = ...
+    """Level of the package's logger on the main process; 'passive' does not set it."""
+    log_level_replica: str = ...
+    """Level of the package's logger on all other processes."""
+    disable_tqdm: bool | None = ...
+    """Disable progress bars. Unset: only if the package's logger is set above WARNING."""
+    report_to: str | list[str] | None = ...
+    """Reporters for the logs: a name, a list of names, 'all' installed ones, or 'none'."""
+    run_name: str | None = ...
+    """Name of the run, for reporters."""
+    project: str = ...
+    """Project of W&B, or experiment of MLflow, if the environment names none."""
+    trackio_space_id: str | None = ...
+    """Hub Space that the Trackio reporter syncs to."""
+    trackio_bucket_id: str | None = ...
+    """Hub bucket that the Trackio reporter stores its data in."""
+    trackio_static_space_id: str | None = ...
+    """Static hub Space that the Trackio reporter exports to at the end; False: none."""
+
+@dataclass(init=False, repr=False, eq=False)
+class EvalSection:
+    """Evaluation."""
+
+    eval_strategy: IntervalStrategy | str = ...
+    """Interval of evaluations: 'no', 'steps' (every eval_steps), 'epoch'."""
+    eval_steps: float | None = ...
+    """Optimizer steps between two evaluations; below 1, a ratio of all steps. Unset: logging_steps."""
+    eval_delay: float = ...
+    """Epochs (or steps, with eval_strategy='steps') before the first evaluation."""
+    per_device_eval_batch_size: int = ...
+    """Samples in one evaluation batch, per process."""
+    prediction_loss_only: bool = ...
+    """Return only the loss from evaluation and prediction."""
+    eval_on_start: bool = ...
+    """Evaluate once before the first optimizer step."""
+    eval_do_concat_batches: bool = ...
+    """Concatenate the predictions of all batches into one array each. False: a list with one entry per batch."""
+    eval_use_gather_object: bool = ...
+    """Gather evaluation results as Python objects, so that they need not be tensors."""
+    eval_accumulation_steps: int | None = ...
+    """Evaluation batches whose results are kept on the device before they are moved to the host. Unset: 1."""
+
+@dataclass(init=False, repr=False, eq=False)
+class MetricSection:
+    """Input of compute_metrics."""
+
+    include_for_metrics: list[str] = ...
+    """Additional input of compute_metrics: 'inputs', 'loss'."""
+    batch_eval_metrics: bool = ...
+    """Call compute_metrics on each batch, given as tensors, and on the last one with compute_result=True, so that
+    memory is constant."""
+
+@dataclass(init=False, repr=False, eq=False)
+class SaveSection:
+    """Checkpoints."""
+
+    save_only_model: bool = ...
+    """Save only the weights in checkpoints: smaller, but training cannot be resumed from them."""
+    save_strategy: SaveStrategy | str = ...
+    """Interval of checkpoints: 'no', 'steps' (every save_steps), 'epoch', 'best' (at a new best metric)."""
+    save_steps: float = ...
+    """Optimizer steps between two checkpoints; below 1, a ratio of all steps."""
+    save_on_each_node: bool = ...
+    """With several machines, save on each of them, for local disks."""
+    save_total_limit: int | None = ...
+    """Checkpoints to keep; older ones are deleted, except the best and the newest. Unset or 0: no limit."""
+    enable_jit_checkpoint: bool = ...
+    """Write a checkpoint when the process receives a stop signal, also with save_strategy='no'. Other strategies do
+    so without this option: see stop_signals."""
+
+@dataclass(init=False, repr=False, eq=False)
+class HubSection:
+    """Model hub."""
+
+    push_to_hub: bool = ...
+    """Push the model to the hub."""
+    hub_token: str | None = ...
+    """Hub token. Unset: the token of the hub's login. It is never written to a file."""
+    hub_private_repo: bool | None = ...
+    """Create the hub repository as private."""
+    hub_model_id: str | None = ...
+    """Hub repository to push to, as 'name' or 'owner/name'."""
+    hub_strategy: HubStrategy | str = ...
+    """Content and interval of pushes: 'end', 'every_save', 'checkpoint', 'all_checkpoints'."""
+    hub_always_push: bool = ...
+    """Push every checkpoint. False: the newest replaces those that wait for a push."""
+    hub_revision: str | None = ...
+    """Branch of the hub repository to push to; created if missing."""
+
+@dataclass(init=False, repr=False, eq=False)
+class BestSection:
+    """Best model."""
+
+    load_best_model_at_end: bool = ...
+    """After training, load the checkpoint with the best evaluation, which is never deleted during training."""
+    metric_for_best_model: str | None = ...
+    """Evaluation metric of the best model, with or without the prefix eval_. Unset: loss."""
+    greater_is_better: bool | None = ...
+    """True if larger values of metric_for_best_model are better. Unset: True unless its name ends in 'loss'."""
+
+@dataclass(init=False, repr=False, eq=False)
+class ResumeSection:
+    """Resuming a run."""
+
+    ignore_data_skip: bool = ...
+    """On resume, start the data from the beginning rather than at the checkpoint's position."""
+    restore_callback_states_from_checkpoint: bool = ...
+    """On resume, restore the callbacks' constructor arguments too, not only their state."""
+
+@dataclass(init=False, repr=False, eq=False)
+class SeedSection:
+    """Seeds and device."""
+
+    full_determinism: bool = ...
+    """Use deterministic kernels only: bitwise reproducible, slower."""
+    seed: int = ...
+    """Random seed of the run."""
+    data_seed: int | None = ...
+    """Random seed of the data order. Unset: seed."""
+    use_cpu: bool = ...
+    """Train on the CPU even if there is an accelerator."""
+
+@dataclass(init=False, repr=False, eq=False)
+class EngineSection:
+    """Settings of accelerate."""
+
+    accelerator_config: dict[str, Any] | str | AcceleratorConfig | None = ...
+    """Settings of the data-parallel loader under accelerate's names: a dict, JSON, or the path of a JSON file."""
+    parallelism_config: dict[str, Any] | str | None = ...
+    """Sizes of the mesh axes under accelerate's names (dp_shard_size, tp_size, ...): its ParallelismConfig, a dict,
+    or JSON. See parallel."""
+
+@dataclass(init=False, repr=False, eq=False)
+class DataSection:
+    """Data loading."""
+
+    dataloader_drop_last: bool = ...
+    """Drop a last incomplete training batch; evaluation uses every sample."""
+    dataloader_num_workers: int = ...
+    """Worker processes that load data; 0 loads it in the main process."""
+    dataloader_pin_memory: bool = ...
+    """Pin the host memory of batches, for faster copies to a GPU."""
+    dataloader_persistent_workers: bool = ...
+    """Keep the worker processes alive between epochs."""
+    dataloader_prefetch_factor: int | None = ...
+    """Batches that a worker prefetches. Unset: torch's default."""
+    dataloader_multiprocessing_context: str | None = ...
+    """Start method of worker processes. Unset: Python's default."""
+    dataloader_in_order: bool = ...
+    """Return batches in the order of the sampler. False: in the order in which workers finish."""
+    remove_unused_columns: bool = ...
+    """Drop dataset columns that are not arguments of the model's forward."""
+    label_names: list[str] | None = ...
+    """Names of the inputs that are labels. Unset: inferred from the signature of the model's forward."""
+    train_sampling_strategy: str = ...
+    """Order of the training samples: shuffled, sequential, in batches of similar length, or with the padded cost
+    balanced over the micro-batches of an optimizer step."""
+    length_column_name: str = ...
+    """Column with the length of each sample, for sampling by length."""
+
+@dataclass(init=False, repr=False, eq=False)
+class ParallelSection:
+    """Distributed training."""
+
+    ddp_find_unused_parameters: bool | None = ...
+    """DistributedDataParallel's find_unused_parameters. Unset: inferred from the model."""
+    ddp_bucket_cap_mb: int | None = ...
+    """DistributedDataParallel's bucket size, in MB."""
+    ddp_broadcast_buffers: bool | None = ...
+    """DistributedDataParallel's broadcast_buffers."""
+    ddp_static_graph: bool | None = ...
+    """DistributedDataParallel's static_graph."""
+    ddp_backend: str | None = ...
+    """Backend of the process group. Unset: chosen by device."""
+    ddp_timeout: int = ...
+    """Timeout of collectives, in seconds."""
+    fsdp: str | None = ...
+    """Shard the model across processes (fully_shard): True, or the older option words."""
+    fsdp_config: dict[str, Any] | str | None = ...
+    """Settings of fsdp: a dict, JSON, or the path of a JSON file."""
+    deepspeed: dict[str, Any] | str | None = ...
+    """DeepSpeed's configuration: a dict, JSON, or the path of a JSON file."""
+
+@dataclass(init=False, repr=False, eq=False)
+class DebugSection:
+    """Diagnostics."""
+
+    debug: str | list[DebugOption] = ...
+    """Diagnostics to run, separated by spaces: underflow_overflow (infinities and NaN in any module),
+    tpu_metrics_debug (torch_xla's metrics, printed at the end of each epoch)."""
+    skip_memory_metrics: bool = ...
+    """Do not add the memory use of each stage (init, train, eval, test) to the metrics."""
+
+@dataclass(init=False, repr=False, eq=False)
+class ScriptSection:
+    """Flags for scripts. The Trainer reads resume_from_checkpoint only."""
+
+    do_train: bool = ...
+    """Flag for scripts: train."""
+    do_eval: bool = ...
+    """Flag for scripts: evaluate. Set if eval_strategy is not 'no'."""
+    do_predict: bool = ...
+    """Flag for scripts: predict on the test set."""
+    resume_from_checkpoint: str | None = ...
+    """Checkpoint that train() resumes from if its own argument is unset: a folder, or 'true' for the newest."""
+    local_rank: int = ...
+    """Set by older launchers and ignored; the environment variable LOCAL_RANK is used."""
+
+@dataclass(init=False, repr=False, eq=False)
+class AverageSection:
+    """Averages of the weights, with which the model is evaluated and saved."""
+
+    ema_decay: float | None = ...
+    """Evaluate and save the model with an exponential moving average of its weights: the share of the average that
+    each optimizer step keeps, such as 0.999. Unset: no average."""
+    ema_warmup: bool = ...
+    """Let ema_decay rise with the number n of optimizer steps, as (1 + n) / (10 + n), so that the first weights are
+    soon forgotten."""
+    swa_start: float | None = ...
+    """Evaluate and save the model with the mean of its weights from this optimizer step on, or from this fraction of
+    the run if below 1 (stochastic weight averaging). Unset: no average."""
+    swa_lr: float | None = ...
+    """Learning rate from swa_start on. Unset: that of the schedule."""
+    swa_anneal_steps: int = ...
+    """Optimizer steps in which the learning rate moves linearly from the schedule to swa_lr. 0: at once."""
+    average_steps: int | None = ...
+    """Optimizer steps from one update of the average to the next. Unset: 1 for ema_decay; an epoch for swa_start."""
+    average_device: str = ...
+    """Memory that holds the average: that of the 'model', or of the host ('cpu')."""
+
+@dataclass(init=False, repr=False, eq=False)
+class DistillationSection:
+    """Knowledge distillation: training with the outputs of a teacher."""
+
+    teacher: str | None = ...
+    """Folder of a model of transformers whose outputs the model is trained on, too; Trainer(teacher=...) takes a
+    module. Unset: no distillation."""
+    distillation_temperature: float = ...
+    """Temperature of the soft loss: the logits of both models are divided by it, the loss multiplied by its square."""
+    distillation_alpha: float = ...
+    """Weight of the soft loss, the divergence from the teacher, from 0 to 1; the hard loss has the rest."""
+    distillation_top_k: int | None = ...
+    """Number of the teacher's most likely classes that the soft loss distinguishes; all others count as one class.
+    Unset: all classes."""
+    distillation_layers: dict[str, str] | str | None = ...
+    """Modules of the model whose outputs are compared with those of the teacher's modules, as {'model.layer':
+    'teacher.layer'}; a dict or JSON. Where widths differ, a linear projection is trained."""
+    distillation_layer_loss: str = ...
+    """Loss of the hidden states: mean squared error, or one minus the cosine."""
+    distillation_layer_weight: float = ...
+    """Weight of the loss of the hidden states."""
+    distillation_cache: str | None = ...
+    """Folder in which the logits of the teacher are kept: computed once before training, and read in each epoch and
+    by later runs with this teacher and dataset. Unset: the teacher runs in each training pass."""
+
+@dataclass(init=False, repr=False, eq=False)
+class PacelineSection(AverageSection, DistillationSection):
+    """Options of paceline only."""
+
+    loss_weight: str | None = ...
+    """What the model's loss is a mean over: samples, tokens, or tokens after the shift by one; 'scaled' if it is
+    already divided for the global batch; 'sum' if it is a sum; or, in Python, a function (batch) -> float that
+    returns the weight of a micro-batch. Unset: inferred from the model's class and from additional forward
+    passes."""
+    linear_cross_entropy: HeadOption = ...
+    """Compute the cross-entropy of a linear head in chunks of tokens, without the logits of a whole batch: 'auto'
+    where that was verified to be the model's own loss, the logits are large and nothing else reads them; True or
+    the name of the head among the model's modules, for any size, and an error where it is not possible; False:
+    never."""
+    nonfinite_policy: str = ...
+    """On a loss or gradient that is not finite: 'warn'; 'skip' the optimizer step, while the learning-rate schedule
+    advances (not with fp16); 'raise'; or 'rollback' to the last good state and skip the offending samples.
+    Checked when metrics are read: at each log, evaluation and save."""
+    save_in_background: bool = ...
+    """Save checkpoints asynchronously: copy them to host memory and write them in the background. Training waits if
+    the files are needed at once (a callback's on_save, an overridden _save) or memory is short, with a log line."""
+    checkpoint_format: str | None = ...
+    """'full': rank 0 writes the full model; 'sharded': each rank writes its shard, which any number of processes can
+    load and `paceline export` consolidates. Unset: state_dict_type in fsdp_config, or 'full'."""
+    output_store: str | None = ...
+    """URL of an object store that the output folder is uploaded to asynchronously, each checkpoint complete or not
+    at all, and that a run is resumed from if the folder is lost. Unset: output_dir, if that is a URL."""
+    keep_best: int = ...
+    """Keep the N best checkpoints by evaluation, in addition to those of the other keep_ options."""
+    keep_best_metric: str | None = ...
+    """Evaluation metric of keep_best; larger is better unless its name ends in 'loss'. Unset: metric_for_best_model."""
+    keep_every_steps: int = ...
+    """Keep each checkpoint at a multiple of N optimizer steps. 0 disables it."""
+    keep_every_hours: float = ...
+    """Keep the first checkpoint, and then one per N hours of training. 0 disables it."""
+    stop_signals: bool = ...
+    """On SIGTERM, SIGUSR1 or Ctrl-C, finish the optimizer step, write a checkpoint and return from train()."""
+    compile_regions: bool | None = ...
+    """With torch_compile, what is compiled: True: each repeated block by itself, whose compilation is much shorter;
+    False: the whole model. Unset: the blocks, if most of the model is in blocks that are alike."""
+    torch_compile_dynamic: bool | None = ...
+    """Shapes of a compiled model. True: of any size from the first compilation on; False: one compilation per shape.
+    Unset: compiled for the first shape, and for any size where later ones differ."""
+    compile_cache_dir: str | None = ...
+    """Folder of a trusted file system in which the results of torch_compile with the backend inductor are kept
+    between runs. Unset: torch's own temporary folder."""
+    activation_memory_budget: float | None = ...
+    """With torch_compile, the share of the activations that compiled code keeps for the backward pass, from 0 to 1;
+    it recomputes the others, those that cost least first. Unset: as much as is fastest."""
+    activation_offload: bool = ...
+    """Keep the activations of the forward pass in host memory until the backward pass needs them."""
+    fp8: bool = ...
+    """Compute linear layers in 8-bit floating point with torchao, on GPUs that support it (NVIDIA from compute
+    capability 8.9 on, AMD MI300). Needs bf16=True."""
+    eval_spill_gb: float = ...
+    """Memory limit in GB for the predictions of an evaluation; past it they are moved to a temporary file. 'inf':
+    always in memory."""
+    half_precision_backend: str = ...
+    """Backend of fp16=True: torch's autocast ('auto', 'amp'), or NVIDIA's Apex ('apex') for scripts that use it."""
+    fp16_opt_level: str = ...
+    """With half_precision_backend='apex': the level of apex.amp."""
+    parallel: dict[str, int] | str | None = ...
+    """Parallelism of several processes: 'ddp' (a replica of the model on each), 'fsdp' (a shard of the model on
+    each), or sizes of mesh axes, as a dict or as 'dp_shard=2,tp=2': dp_replicate and dp_shard (data parallelism),
+    cp (context parallelism) or sp (sequence parallelism, Ulysses), tp (tensor parallelism), pp (pipeline
+    parallelism); -1 takes all remaining processes. Unset: 'ddp', or 'fsdp' if fsdp is set. Start processes with
+    `paceline launch`, torchrun, accelerate launch or srun. 'xla': one process, on XLA devices (torch_xla)."""
+    pipeline_config: dict[str, Any] | str | None = ...
+    """Settings of pipeline parallelism: schedule ('1f1b', 'gpipe' or 'interleaved_1f1b'), stages_per_process,
+    micro_batches (minimum per optimizer step). A dict or JSON. Unset: 1f1b, one stage per process, at least as
+    many micro-batches as stages."""
+    tp_plan: dict[str, Any] | str | None = ...
+    """Tensor-parallel plan: maps module names, with '*' for one part of a name, to styles ('colwise', 'rowwise',
+    ...). A dict, JSON, or the path of a JSON file. Unset: the model's own plan."""
+    ddp_comm_hook: str | None = ...
+    """Reduce gradients in 16 bits: 'fp16' or 'bf16'. Unset: in their own dtype."""
+    tpu_num_cores: int | None = ...
+    """Number of XLA devices, one or all: with all, each takes a shard of every batch and a replica of the model.
+    Unset: one, or all if fsdp_config shards the model over them."""
+    profile: dict[str, Any] | str | None = ...
+    """Record optimizer steps with torch.profiler: traces of each rank in output_dir/profile, and a table of the
+    slowest operations. 'steps=10-15' (or '10-15+100-102'), or a schedule of wait, warmup, active and repeat;
+    memory, stacks and shapes in addition: 'steps=10-15,memory,stacks', a dict, or JSON. True: the steps 10-12."""
+    pruning: dict[str, Any] | str | float | None = ...
+    """Prune linear and convolutional layers to this sparsity while the model trains; or a dict or JSON with the
+    arguments of the callback Pruning: sparsity, method, unit, scope, schedule, start, end, every, modules,
+    exclude, heads. Unset: no pruning."""
+    eval_samples: int | str | dict[str, Any] = ...
+    """Rows of the evaluation set, fixed by a seed, whose generated text or predictions are written as a table at
+    each evaluation, in the log, the report and the trackers; images also as a figure. Or a dict or JSON with some
+    of num, seed, max_new_tokens, prompt_tokens, generation, picture_shape."""
+    eval_harness: list[str] | str | dict[str, Any] | None = ...
+    """Tasks of the lm-evaluation-harness that are run at each evaluation: their names, or a dict or JSON with the
+    arguments of the callback EvaluationHarness: tasks, num_fewshot, limit, include_path, batch_size, every,
+    bootstrap_iters, model_args, evaluate_args. Needs lm-eval. Unset: none."""
+    snapshot_ensemble: int | str | bool = ...
+    """Save the model at the end of each cycle of lr_scheduler_type='cosine_with_restarts', as members of an
+    ensemble, in the folder snapshots of output_dir; a number n: keep those of the last n cycles."""
+    log_resources: bool = ...
+    """Add the use of CPU, memory, disk, network and NVIDIA GPUs to the rows that trackers get, sampled each second
+    (psutil; nvidia-ml-py for GPUs)."""
+    log_flops: bool = ...
+    """Count the model's floating-point operations, once per shape of a micro-batch, and add FLOP/s and their share
+    of the device's peak (MFU) to the rows that callbacks and trackers get."""
+    gradient_noise_scale: bool = ...
+    """Estimate the gradient noise scale, in samples, from the gradients of the first micro-batch and of the whole
+    optimizer step, and add it to the rows that callbacks and trackers get. It is about the batch size up to which
+    larger batches pay off. Needs gradient_accumulation_steps of 2 or more."""
+    regularizers: list[Any] | str | None = ...
+    """Regularizers of the training, which run in the order of their stages: a list of names, or of names with their
+    settings, as JSON or YAML: [mixup: {alpha: 0.2}, cutmix, sam: {rho: 0.05}]. Names: mixup, cutmix, sam, dp_sgd.
+    In Python also Mixup(0.2), CutMix(1.0), SAM(0.05), DPSGD(...), or a subclass of Regularizer. See
+    docs/regularizers.md."""
+    data_map: bool = ...
+    """Record loss, confidence, margin and forgetting events of each training sample, and write data_map.csv,
+    data_map.svg and the likely label errors at the end of the run."""
+    log_token_metrics: bool = ...
+    """Log the accuracy of the tokens with the largest logit, the entropy of the predictions and the perplexity of
+    the training targets since the last row: mean_token_accuracy, entropy, perplexity; those of an evaluation get
+    its prefix (eval_perplexity). They are computed beside each cross-entropy of the loss, in chunks where the
+    loss is. See docs/speed.md."""
+    z_loss_weight: float = ...
+    """Add the squared logarithm of the softmax's normalizer to each cross-entropy of the training loss, with this
+    weight (1e-4 is usual), and log it as z_loss. Evaluation losses are without it."""
+    loss_by_source: str | None = ...
+    """Log the training loss of each source of the data as loss/<source>: the entry of the training samples (dicts)
+    that names their source, as MixedDataset(..., source_column=...) and MixedStream add it. See docs/mixing.md."""
+    logging_dir: str | None = ...
+    """Folder of the TensorBoard files. Unset: TENSORBOARD_LOGGING_DIR, else output_dir/runs/<date>_<host>."""
+    packing: str | None = ...
+    """Train without padding: 'pack' puts whole samples into rows of packing_length tokens, 'flatten' into one row,
+    'group' makes batches of similar length. Samples in a row do not attend to each other. Unset: padded batches."""
+    packing_length: int | None = ...
+    """Tokens of a row for packing='pack'. Unset: per_device_train_tokens, else rows of nearly the same length in
+    each micro-batch."""
+    per_device_train_tokens: int | None = ...
+    """Most tokens in one training micro-batch, padding included, per process: samples of similar length, or, with
+    packing, whole rows. Unset: per_device_train_batch_size samples."""
+    batch_size_warmup: dict[str, Any] | str | list[Any] | None = ...
+    """Begin with a smaller global batch size, by fewer micro-batches per optimizer step: {'start': samples, 'steps':
+    optimizer steps} for a linear rise to the full size, or a list of [step, samples] that ends at it. Sizes are
+    over all processes, in whole micro-batches. Unset: gradient_accumulation_steps micro-batches."""
+    sequence_length_warmup: dict[str, Any] | str | list[Any] | None = ...
+    """Begin with shorter sequences: training samples are cut to {'start': tokens, 'end': tokens, 'steps': optimizer
+    steps}, linearly in multiples of 8 tokens ('multiple'), and whole after that; or to a list of [step, tokens],
+    where None means whole. Unset: whole samples."""
+    phases: list[Any] | str | None = ...
+    """Train in phases, one after the other: a list of Phase(name, until=..., freeze=[patterns], learning_rate=...,
+    train_dataset=..., ...), or of dicts with these settings; see docs/phases.md. Unset: the run is one phase."""
+    optimizer_in_backward: bool = ...
+    """Step each parameter inside the backward pass and free its gradient, so that gradients are never all in memory.
+    On one process, or with parallel='fsdp'; without accumulation, clipping and fp16."""
+    optimizer_state_dtype: str = ...
+    """Dtype of the optimizer's moments between steps: 'float32', or 'bfloat16', rounded stochastically, in half the
+    memory."""
+
+@dataclass(init=False, repr=False, eq=False)
+class Options(
+    PacelineSection,
+    ScriptSection,
+    DebugSection,
+    ParallelSection,
+    DataSection,
+    EngineSection,
+    SeedSection,
+    ResumeSection,
+    BestSection,
+    HubSection,
+    SaveSection,
+    MetricSection,
+    EvalSection,
+    LogSection,
+    ModelSection,
+    CompileSection,
+    ActivationSection,
+    PrecisionSection,
+    UpdateSection,
+    OptimSection,
+    ScheduleSection,
+    TrainSection,
+    RunSection,
+):
+    """All options under flat names, in the order of `RunSection` to `PacelineSection`."""
