@@ -402,8 +402,8 @@ def test_methods_can_be_overridden(tmp_path: Path, hub: Hub) -> None:
     Own.calls.clear()
     trainer.save_model()
     assert Own.calls == ["save_model", "push_to_hub", "save_model", "create_model_card", finish]
-    # the second push changes the record of the run alone, which now says how it ended
-    assert hub["a/b"].messages() == ["Training in progress, step 2", "Model save"]
+    # the second push changes the record of the run at most: the first, on a thread, may find how the run ended
+    assert hub["a/b"].messages() in (pushed := ["Training in progress, step 2"], [*pushed, "Model save"])
 
 
 def test_another_repository_can_be_assigned(tmp_path: Path, hub: Hub) -> None:

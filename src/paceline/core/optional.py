@@ -27,7 +27,7 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        if (error.name or "").partition(".")[0] != package and is_installed(package):
+        if (error.name or package).partition(".")[0] != package and is_installed(package):
             raise ImportError(f"{module} is installed, but its import fails: {error}", name=error.name) from error
         raise ImportError(f'{module} is required: pip install "paceline[{extra}]" ({error})') from error
 
