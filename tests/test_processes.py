@@ -69,6 +69,7 @@ print("an error", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_a_program_finds_what_an_interpreter_of_its_own_gives_it(tmp_path: Path) -> None:
     scripts = tmp_path / "scripts"
     scripts.mkdir()
@@ -121,6 +122,7 @@ print(done.returncode, done.stdout.strip(), done.stderr.strip().rpartition("\\n"
 """
 
 
+@pytest.mark.slow
 def test_a_program_starts_programs() -> None:
     fast = "import sys; is_forked = 'torch' in sys.modules; "
     for code, said in (
@@ -132,6 +134,7 @@ def test_a_program_starts_programs() -> None:
         assert (done.stdout, done.stderr) == (f"{said}\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not warm.IS_SUPPORTED, reason="programs are not forked on this system")
 def test_programs_end_with_the_process_that_started_them() -> None:
     code = (

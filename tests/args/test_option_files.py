@@ -62,6 +62,7 @@ def test_deep_json_is_refused(tmp_path: Path) -> None:
         read_mapping(tmp_path / "a.json")
 
 
+@pytest.mark.slow
 def test_aliases_of_real_files_stay(tmp_path: Path) -> None:
     text = "base: &base {lr: 0.1, list: [1, 2]}\nruns:\n" + "\n".join(
         f"  r{n}: {{<<: *base, seed: {n}}}" for n in range(200)

@@ -171,6 +171,7 @@ def test_an_unknown_contender_is_named(tmp_path: Path) -> None:
     assert "import torch" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_results_say() -> None:
     run("report.py", "--check")
 

@@ -36,6 +36,7 @@ def test_what_is_held_and_what_was_peaked() -> None:
     assert metrics["train_mem_cpu_peaked_delta"] == pytest.approx(128 * MB, abs=24 * MB)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not memory_stages.noted_peak(), reason="needs Linux")
 def test_a_peak_between_two_looks_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_stages, "SAMPLE_SECONDS", 60)

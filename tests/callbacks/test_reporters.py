@@ -189,6 +189,7 @@ def test_csv_after_the_run(tmp_path):
 names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(lambda n: n not in ("step", "epoch"))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.dictionaries(names, st.floats(allow_nan=False) | st.integers(), min_size=1, max_size=3), max_size=6),
     st.integers(0, 6),

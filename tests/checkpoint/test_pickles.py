@@ -268,6 +268,7 @@ def in_a_child(tmp_path: Path, cases: list[tuple[str, bytes]], how: str = "read"
 # ---- what must hold
 
 
+@pytest.mark.slow
 def test_attacks_end_no_process_and_take_no_memory(tmp_path: Path) -> None:
     cases = [(case.replace(" ", "-"), archive(body)) for case, body in ATTACKS.items()]
     cases += [(f"bare-{case}".replace(" ", "-"), whole(body)) for case, body in ATTACKS.items()]
@@ -401,6 +402,7 @@ def loop() -> list[Any]:
     return value
 
 
+@pytest.mark.slow
 def test_damaged_files_end_no_process(tmp_path: Path) -> None:
     """Flipped, cut and exchanged bytes of whole files, of both forms, by a fixed seed; what is read is used too."""
     rng, cases = random.Random(7), []

@@ -89,6 +89,7 @@ def test_the_folder_of_a_run_is_on_the_disk_too(tmp_path: Path) -> None:
         disk.cut("at the end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"checkpoint_format": "sharded"}], ids=["full", "sharded"])
 def test_a_cut_at_any_moment_of_a_run(tmp_path: Path, options: dict[str, Any]) -> None:
     """From the first `on_save` on there is always a checkpoint to go on from, and never an older one than was told."""

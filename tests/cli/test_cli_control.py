@@ -51,6 +51,7 @@ def live(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_live_run_obeys_answers_and_can_be_replayed(live: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def control(*words: str) -> tuple[int, str]:
         code = cli.main(["control", str(live), *words])

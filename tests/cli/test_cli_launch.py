@@ -20,6 +20,7 @@ Path(sys.argv[1], str(args.process_index)).write_text(f"{args.world_size} {args.
 """
 
 
+@pytest.mark.slow
 def test_a_script_runs_on_several_processes(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     words = ["launch", "--nproc-per-node", "2", str(tmp_path / "job.py"), str(tmp_path)]

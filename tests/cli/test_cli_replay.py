@@ -192,6 +192,7 @@ def test_the_demonstration_shows_its_text(
     assert "text_sha256 was" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_digits_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     folder = tmp_path / "run"

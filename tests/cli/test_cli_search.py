@@ -147,6 +147,7 @@ def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["search", "--help"]) == 0
 
 
+@pytest.mark.slow
 def test_trials_in_processes_that_have_all_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +167,7 @@ def test_trials_in_processes_that_have_all_failed(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_line_for_each_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe gets one line at the end of each trial, and none about those of an earlier start."""
     path = write_job(tmp_path, MODULE, CONFIG)

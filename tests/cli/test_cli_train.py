@@ -126,6 +126,7 @@ def test_other_forms_of_data(config: Path, data: str):
     assert ("eval_loss" in results(config.parent / "run")) == (data == "pair")
 
 
+@pytest.mark.slow
 def test_callbacks_and_a_trainer_of_ones_own(config: Path, capsys: pytest.CaptureFixture[str]):
     module = module_of(config)
     assert main(["train", str(config)]) == 0

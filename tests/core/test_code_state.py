@@ -75,6 +75,7 @@ def test_keys_are_masked_to_their_end_or_that_of_the_file() -> None:
     assert mask_lines("") == ""
 
 
+@pytest.mark.slow
 def test_a_large_diff_is_cut_at_a_line_and_says_so(repository: Path) -> None:
     (repository / "code.py").write_text("".join(f"value_{number} = {number}\n" for number in range(100_000)))
     begun = time.perf_counter()

@@ -49,6 +49,7 @@ def test_the_file_is_that_of_the_whole_state_in_one_piece(tmp_path: Path, number
     assert written(state, None, tmp_path).decode() == whole
 
 
+@pytest.mark.slow
 def test_a_save_formats_only_new_rows(tmp_path: Path, encoded: list[int]) -> None:
     state, kept = TrainerState(), LogText()
     for save in range(40):
@@ -58,6 +59,7 @@ def test_a_save_formats_only_new_rows(tmp_path: Path, encoded: list[int]) -> Non
     assert TrainerState.load_from_json(tmp_path / "state.json") == state
 
 
+@pytest.mark.slow
 @given(
     changes=st.lists(st.tuples(st.sampled_from(["set", "drop", "insert", "clear", "append"]), st.integers(0, 40))),
     data=st.data(),
@@ -116,6 +118,7 @@ def test_secrets_in_rows_are_masked(tmp_path: Path) -> None:
     assert b"horse" not in written(state, LogText(), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_kept_text_takes_a_fraction_of_the_rows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     state, kept = TrainerState(), LogText()

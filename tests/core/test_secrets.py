@@ -137,6 +137,7 @@ def test_values_of_variables_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mask_text("it said correct horse battery at /usr/share/words") == f"it said {MASK} at /usr/share/words"
 
 
+@pytest.mark.slow
 def test_long_texts_take_no_long_time() -> None:
     parts = ["a", "token ", "a_", "://", "x-", "eyJaaaaaaaaa", "eyJaaaaaaaaa.", "sk-", "password ", "authorization ",
              "://a:", "-----BEGIN PRIVATE KEY-----", "a-token_", "key", "aws", "Bearer ",

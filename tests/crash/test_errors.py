@@ -123,6 +123,7 @@ def test_an_error_in_a_worker(kind: str, message: str, tmp_path: Path) -> None:
     assert torch.equal(weights(resumed.model), weights(plain.model))
 
 
+@pytest.mark.slow
 def test_out_of_memory(tmp_path: Path, whole: Trainer) -> None:
     class FailsAt(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:

@@ -92,6 +92,7 @@ def kill_until(kills: Kills, folder: Path, number: int, seed: int) -> None:
         seed += 1
 
 
+@pytest.mark.slow
 def test_three_kills(kills: Kills, tmp_path: Path) -> None:
     kill_until(kills, tmp_path, 3, seed=0)
 

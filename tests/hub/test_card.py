@@ -128,6 +128,7 @@ nasty = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(text=st.lists(awkward | nasty, min_size=5, max_size=5))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_gives_metadata_that_can_be_read(trainer: Trainer, text: list[str]) -> None:
@@ -193,6 +194,7 @@ def test_names_that_the_hub_would_refuse(tmp_path: Path) -> None:
     assert not any(map(is_hub_id, ("", None, "/home/me/model", "a/b/c", str(tmp_path / "local"), "has space")))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of PEFT and transformers
 def test_an_adapter(tmp_path: Path, hub: Hub) -> None:
     peft = pytest.importorskip("peft")

@@ -97,6 +97,7 @@ def test_the_events_and_the_last_checkpoint(tmp_path: Path, hub: Hub, in_backgro
     assert hub[f"{USER}/mine"].files["model.safetensors"] == saved.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_can_be_resumed_from(tmp_path: Path, hub: Hub) -> None:
     whole = make(tmp_path / "whole", push_to_hub=False, max_steps=8, save_strategy="no", lr_scheduler_type="constant")
     whole.train()
@@ -233,6 +234,7 @@ def test_push_behind(tmp_path: Path, hub: Hub) -> None:
 # ---- what goes wrong
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_stops_nothing_and_is_told_once(tmp_path: Path, hub: Hub, caplog: Any) -> None:
     hub.answer = lambda method, path: 500 if "/commit/" in path else None
     trainer = make(tmp_path, hub_model_id="a/b", hub_always_push=True)

@@ -111,6 +111,7 @@ def assert_alike(first: Any, second: Any, start: int = 0) -> None:
     assert torch.allclose(flat(first), flat(second), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stop"), STOPS)
 def test_theirs_goes_on_here(tmp_path: Path, kind: str, stop: int) -> None:
     whole = run(transformers, tmp_path / "whole", kind)
@@ -118,6 +119,7 @@ def test_theirs_goes_on_here(tmp_path: Path, kind: str, stop: int) -> None:
     assert_alike(whole, run(paceline, tmp_path / "parts", kind, resume=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stop"), STOPS)
 def test_ours_goes_on_there(tmp_path: Path, kind: str, stop: int) -> None:
     whole = run(paceline, tmp_path / "whole", kind)

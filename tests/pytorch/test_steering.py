@@ -201,6 +201,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_resume_and_a_replay_are_exact(tmp_path: Path) -> None:
     """From a checkpoint between the changes, and from one with a request that is not made yet."""
     whole = control_job.make(tmp_path, Change(CHANGES))
@@ -356,6 +357,7 @@ def test_a_damaged_line_of_the_record_is_passed_over(tmp_path: Path) -> None:
 # ---- several processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_request_of_one_process_is_made_by_all(tmp_path: Path, parallel: str) -> None:
     processes.run("control_job.py", 2, "share", str(tmp_path), parallel)

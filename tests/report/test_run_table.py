@@ -141,6 +141,7 @@ def test_a_single_run_is_a_folder_too(folder: Path) -> None:
     assert not table.problems
 
 
+@pytest.mark.slow
 def test_neither_command_imports_torch(folder: Path) -> None:
     code = "import sys\nfrom paceline.cli.main import main\nmain(sys.argv[1:])\nassert 'torch' not in sys.modules"
     for words in (["runs", str(folder)], ["compare", str(folder / "a"), str(folder / "d")]):

@@ -43,6 +43,7 @@ def is_open(path: Path) -> bool:
     return any(os.path.realpath(link) == str(path.resolve()) for link in Path("/proc/self/fd").glob("*"))
 
 
+@pytest.mark.slow
 def test_best_of_several_trials(tmp_path: Path) -> None:
     trainer = make_search(tmp_path)
     best = trainer.hyperparameter_search(hp_space=rates, n_trials=3, direction="minimize")
@@ -196,6 +197,7 @@ def test_no_trial_inherits_the_counter_of_early_stopping(tmp_path: Path) -> None
 # ---- errors
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_recorded_and_the_search_goes_on(tmp_path: Path) -> None:
     def space(trial: Any) -> dict[str, Any]:
         return {"per_device_train_batch_size": -1 if trial.number == 1 else 4, **rates(trial)}
@@ -241,6 +243,7 @@ def test_a_failed_trial_is_logged_with_its_own_traceback(tmp_path: Path, caplog:
     assert "TrialFailed:" not in told.partition("Traceback")[2]
 
 
+@pytest.mark.slow
 def test_all_trials_fail(tmp_path: Path) -> None:
     def model_init(trial: Any) -> Classifier:
         if trial is not None:

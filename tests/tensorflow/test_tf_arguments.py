@@ -79,6 +79,7 @@ def test_an_option_that_nothing_reads_is_refused(name: str) -> None:
         TFTrainingArguments("out", **{name: ONLY_TORCH[name]})
 
 
+@pytest.mark.slow
 def test_every_other_option_is_read() -> None:
     """By TensorFlow's side, by what it shares with torch's, or by its list of what it refuses."""
     package = Path(str(paceline.__file__)).parent

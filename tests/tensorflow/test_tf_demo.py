@@ -9,6 +9,7 @@ from paceline.cli.demo.options import read_demo_options
 from paceline.cli.errors import UsageError
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_and_is_shown_again(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     words = ["digits", "--framework", "tf", "--output_dir", str(tmp_path), "--disable_tqdm", "--num_train_epochs", "2"]

@@ -135,6 +135,7 @@ class Keeper(TrainerCallback):
         self.weights[state.global_step] = weights(kwargs["model"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_strategy", ["steps", "best"])
 def test_early_stopping_ends_with_the_best_model(tmp_path: Path, save_strategy: str) -> None:
     """Two evaluations in a row that are no better than the second one end the run after the fourth."""
@@ -167,6 +168,7 @@ def test_early_stopping_ends_with_the_best_model(tmp_path: Path, save_strategy: 
         make_trainer(tmp_path / "none", Linear(), DATA, callbacks=[EarlyStoppingCallback()]).train()
 
 
+@pytest.mark.slow
 def test_the_first_evaluation_is_part_of_the_remaining_time(tmp_path: Path) -> None:
     """Its samples are counted, in all forms of data; `callbacks.speed` makes a time of them."""
     arrays, rows = make_data(10), [{"x": x, "labels": y} for x, y in zip(*make_data(6), strict=True)]

@@ -35,6 +35,7 @@ def test_metrics_over_all_samples() -> None:
         KerasMetricCallback(accuracy, DATA)
 
 
+@pytest.mark.slow
 def test_the_model_is_pushed(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     commits: list[str] = []
 

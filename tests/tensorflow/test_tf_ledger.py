@@ -27,6 +27,7 @@ class InParts(TrainerCallback):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_the_parts_are_the_wall_time(tmp_path: Path, in_parts: bool) -> None:
     rows = Rows()

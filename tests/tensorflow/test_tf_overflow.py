@@ -52,6 +52,7 @@ def test_numbers_and_traces_stay(tmp_path: Path) -> None:
     assert not any("__call__" in vars(kind) for kind in kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_first_layer_is_named(tmp_path: Path, accumulation: int) -> None:
     layers = [keras.Input((8,)), keras.layers.Dense(4, name="wide"), Logarithm(name="log"), keras.layers.Dense(3)]

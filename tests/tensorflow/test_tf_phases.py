@@ -94,6 +94,7 @@ def rates_of(base: float, is_whole: bool) -> list[tuple[float, bool]]:
     return [(base * (1 - step / 3), is_whole) for step in range(3)]
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     watch, model, by_hand = Watch(), make_model(), make_model()
     phases = [

@@ -56,6 +56,7 @@ class LauncherConfig(TrainerCallback):
         self.told.append(("on_save", state.global_step))
 
 
+@pytest.mark.slow
 def test_every_save_pushes_the_model_of_that_step(tmp_path: Path, hub: Hub) -> None:
     told = LauncherConfig()
     trainer = make(tmp_path / "mine", hub_always_push=True, callbacks=[told])
@@ -70,6 +71,7 @@ def test_every_save_pushes_the_model_of_that_step(tmp_path: Path, hub: Hub) -> N
     assert [path.name for path in (tmp_path / "mine").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_can_be_resumed_from(tmp_path: Path, hub: Hub) -> None:
     whole = make(tmp_path / "whole", push_to_hub=False, save_strategy="no", max_steps=6)
     whole.train()
@@ -127,6 +129,7 @@ def test_the_card(tmp_path: Path, hub: Hub) -> None:
         assert line in text, line
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_costs_that_push(tmp_path: Path, hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     hub.answer = lambda method, path: 403 if "/commit/" in path else None
     trainer = make(tmp_path / "mine")

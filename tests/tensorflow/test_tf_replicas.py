@@ -137,6 +137,7 @@ def test_gradients_add_up_on_each_replica(mirrored: Any) -> None:
     assert [value.numpy().tolist() for value in mirrored.experimental_local_results(add()[1])] == [[1.0], [1.0]]
 
 
+@pytest.mark.slow
 def test_the_strategy_is_that_of_the_model(tmp_path: Path, mirrored: Any) -> None:
     with mirrored.scope():
         model = Linear()
@@ -183,6 +184,7 @@ def test_an_evaluation_has_one_precision(tmp_path: Path, name: str) -> None:
     assert [layer.dtype_policy.name for layer in fresh.model.layers] == ["float32", "float32"]
 
 
+@pytest.mark.slow
 def test_an_overflow_is_left_out(tmp_path: Path) -> None:
     """The scale of the loss starts so high that the first updates overflow; they are not applied, and are no error."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**40)

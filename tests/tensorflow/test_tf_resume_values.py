@@ -48,6 +48,7 @@ def test_the_values_mean_the_same(tmp_path, make, value):
     assert first_step(make(tmp_path / "run", 3), value) == EXPECTED[value][0]
 
 
+@pytest.mark.slow
 def test_a_folder_with_checkpoints_is_mentioned_in_one_line(tmp_path, make, caplog):
     """As their counterparts in transformers, a Trainer starts over and a TFTrainer resumes."""
     make(tmp_path, 2).train(False)

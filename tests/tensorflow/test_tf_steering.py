@@ -38,6 +38,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["linear", *(pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED if name != "linear")]
 )

@@ -64,6 +64,7 @@ def test_a_batch_is_described_and_made_again() -> None:
     assert blank(describe(np.array(["a", "b"]))).dtype == tf.string
 
 
+@pytest.mark.slow
 def test_batches_of_any_width_resume_to_the_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = make(tmp_path / "whole", seed=2, max_steps=5)
     whole.train()
@@ -79,6 +80,7 @@ def test_batches_of_any_width_resume_to_the_bit(tmp_path: Path, caplog: pytest.L
     assert "traced" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_is_traced_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2}
     whole = make(tmp_path / "whole", **options)
@@ -99,6 +101,7 @@ class OfAnyKeys(Linear):
         return super().__call__(features["x"])
 
 
+@pytest.mark.slow
 def test_batches_of_ever_other_keys_leave_a_bounded_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

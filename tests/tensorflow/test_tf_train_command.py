@@ -131,6 +131,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_job(tmp_path, MODULE, CONFIG)
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_goes_on_and_is_found_finished(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = config.parent / "run"
     config.write_text(f'{config.read_text(encoding="utf-8")}callbacks: ["{module_of(config)}:Stop"]\n', "utf-8")

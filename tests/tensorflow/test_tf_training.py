@@ -106,6 +106,7 @@ def test_every_kind_of_data_gives_the_same_run(tmp_path: Path) -> None:
         assert np.array_equal(final, found["arrays"][2]), name
 
 
+@pytest.mark.slow
 def test_batches_are_found_whatever_was_done_to_them(tmp_path: Path) -> None:
     """Made into batches once more, each would count as one sample."""
     samples = tf.data.Dataset.from_tensor_slices(make_data(16))
@@ -168,6 +169,7 @@ class TakesLabels(tf.Module):  # type: ignore[misc]
         return {"loss": tf.reduce_sum(per_target * counted) / tf.reduce_sum(counted), "logits": logits}
 
 
+@pytest.mark.slow
 def test_any_split_of_targets_gives_one_gradient(tmp_path: Path) -> None:
     """Some labels are -100: with a mean over the targets, and with the default loss, accumulation changes nothing."""
     x = np.random.default_rng(0).normal(size=(8, 5, FEATURES)).astype(np.float32)
@@ -192,6 +194,7 @@ def test_any_split_of_targets_gives_one_gradient(tmp_path: Path) -> None:
             assert np.allclose(one, four, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_losses_of_ones_own(tmp_path: Path) -> None:
     """By compile, by a function, by an override: all the same."""
     found = []
@@ -339,6 +342,7 @@ def test_metrics_batch_by_batch(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), DATA, compute_metrics=lambda prediction: {}, **options)
 
 
+@pytest.mark.slow
 def test_tokens_are_counted(tmp_path: Path) -> None:
     tokens = np.arange(24, dtype=np.int64).reshape(6, 4) % 5
     columns = {"input_ids": tokens, "attention_mask": (tokens > 0).astype(np.int64), "labels": tokens}
@@ -402,6 +406,7 @@ def test_the_norm_of_gradients_is_logged_without_clipping_too(tmp_path: Path) ->
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_smaller_micro_batches_where_memory_runs_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"per_device_train_batch_size": 8, "optim": "sgd", "max_grad_norm": 0.0}
     plain = make_trainer(tmp_path / "plain", make_model(), make_data(20), **options)
@@ -444,6 +449,7 @@ def test_a_position_within_tf_data_is_one_of_samples(seed: int | None) -> None:
     assert [len(batch) for batch in rest] == [4, 4]
 
 
+@pytest.mark.slow
 def test_samples_of_similar_length_together(tmp_path: Path) -> None:
     """Less padding, each sample once, also where a run was stopped in the middle of an epoch."""
     choice = np.random.default_rng(0)
@@ -485,6 +491,7 @@ def test_samples_of_similar_length_together(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_model(), DATA, train_sampling_strategy="group_by_length").train()
 
 
+@pytest.mark.slow
 def test_labels_in_a_column_and_in_small_types(tmp_path: Path) -> None:
     """As image data sets and Keras' losses have them; 156 is -100 of a type that has no sign."""
     x, y = DATA[0], DATA[1]
@@ -500,6 +507,7 @@ def test_labels_in_a_column_and_in_small_types(tmp_path: Path) -> None:
     assert losses(trainer) == pytest.approx([math.log(200)])
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     args = TFTrainingArguments(str(tmp_path))
     with pytest.raises(ValueError, match="`model` or `model_init`"):

@@ -14,6 +14,7 @@ def run(folder: Path, *words: str) -> str:
     return demo_runs.run(digits, demo_runs.options(folder, "digits", *words))
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_and_is_shown_again(tmp_path: Path):
     pytest.importorskip("sklearn")
     first = run(tmp_path / "run", "--num_train_epochs", "2", "--learning_rate", "5e-3")

@@ -59,6 +59,7 @@ def results(folder: Path) -> dict[str, Any]:
     return {"files": files, "keys": keys, "rows": rows, "best": best, "lines": lines}
 
 
+@pytest.mark.slow
 def test_a_classic_script_leaves_what_it_leaves_with_transformers(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

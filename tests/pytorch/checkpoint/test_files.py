@@ -88,6 +88,7 @@ class TestModel:
         load_model(model, tmp_path)
         assert all(not value.any() for value in model.state_dict().values())
 
+    @pytest.mark.slow
     def test_compiled_model_stores_and_loads_the_names_inside(self, tmp_path: Path) -> None:
         model = mlp()
         save_model(cast(nn.Module, torch.compile(model, backend="eager")), tmp_path)
@@ -361,6 +362,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_wrong_state_is_half_loaded(tmp_path: Path, data: st.DataObject) -> None:

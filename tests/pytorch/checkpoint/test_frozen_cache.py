@@ -31,6 +31,7 @@ def test_rows_and_columns_that_change_places_show(way: Callable[[Tensor], bytes]
     assert way(eye.clone()) == way(eye)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_signs_that_change_places_show(way: Callable[[Tensor], bytes]) -> None:
     """They differ in the highest bit of a word alone."""

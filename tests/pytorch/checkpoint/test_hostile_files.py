@@ -273,6 +273,7 @@ def test_a_place_that_cannot_have_been_reached_in_an_endless_stream(tmp_path: Pa
         stream(save_strategy="no").train(resume_from_checkpoint=str(file.parent))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_damaged_and_hostile_files(data: st.DataObject, run: Path, place: Path) -> None:

@@ -102,6 +102,7 @@ def test_tokens(
     assert seeded(ours, features) == seeded(theirs, features)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     texts=texts_of_letters, side=sides, kind=kinds, seed=st.sampled_from([None, 7]), has_special=st.booleans(),

@@ -114,6 +114,7 @@ def test_streams_of_datasets(shuffling: str, before: int, after: int) -> None:
         assert first + middle + last != list(range(36))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_our_buffer_resumes_exactly_around_a_stream_of_datasets(
     num_workers: int, caplog: pytest.LogCaptureFixture

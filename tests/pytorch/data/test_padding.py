@@ -68,6 +68,7 @@ def outcome(pad: Any) -> Any:
     return {name: (type(value), getattr(value, "dtype", None), str(value.tolist())) for name, value in batch.items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5),

@@ -155,6 +155,7 @@ def test_streams_with_workers_resume_exactly(kind: Any, persistent: bool, window
     assert resumed[1] == whole[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
 def test_streams_with_three_uneven_workers_resume_exactly() -> None:
     """The first worker's part ends long before the others'."""
@@ -216,6 +217,7 @@ def test_none_and_one_worker_read_a_stream_alike(kind: Any) -> None:
     assert ids(0, 1) == ids(1, 0) == list(range(20))
 
 
+@pytest.mark.slow
 def test_datasets_streams() -> None:
     datasets = pytest.importorskip("datasets")
 

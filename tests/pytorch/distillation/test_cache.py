@@ -70,6 +70,7 @@ def parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/part-*.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"distillation_top_k": 2}, {"distillation_alpha": 1.0}], ids=str)
 def test_a_run_with_a_cache_equals_the_one_without_it_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     plain, seen = train(tmp_path / "plain", Counting(), **options)
@@ -133,6 +134,7 @@ def cached(tmp_path: Path, teacher: Any = None, **given: Any) -> Any:
     return weights(trainer)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_made_again_or_refused_and_never_used(tmp_path: Path) -> None:
     expected = cached(tmp_path)
     files = parts(tmp_path / "cache")
@@ -154,6 +156,7 @@ def test_a_damaged_file_is_made_again_or_refused_and_never_used(tmp_path: Path) 
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_what_the_values_depend_on_has_a_cache_of_its_own(tmp_path: Path) -> None:
     cached(tmp_path)
     other = Counting()

@@ -17,6 +17,7 @@ def of_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return [torch.load(folder / f"{request.param}-{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", loss_job.CASES)
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, of_two: list[dict[str, Any]], name: str) -> None:
     one = loss_job.run(tmp_path, name, 1, "")

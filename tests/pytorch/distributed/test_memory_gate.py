@@ -67,6 +67,7 @@ def check_search(found: Found, name: str) -> None:
     assert first["is_alike"], "a run after the search has other numbers than without it"
 
 
+@pytest.mark.slow
 def test_both_find_the_size_that_fits_on_both(few: Found) -> None:
     check_search(few, "fsdp")
 

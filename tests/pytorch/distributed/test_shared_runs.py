@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path) -> None:
     assert [ended(folder, "terminated", rank)["global_step"] for rank in (0, 1)] == [6, 6]
     assert not verify(folder / "terminated" / "checkpoint-6")

@@ -29,6 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_the_run_is_on_the_device(found: dict[str, Any]) -> None:
     assert found["accelerator"] == "standin"
     assert {found[name]["device"] for name in ("whole", "resumed", "plain")} == {"standin:0"}

@@ -42,6 +42,7 @@ def test_two_resume_to_the_same_bits(of_two: list[dict[str, Any]], name: str) ->
         assert (whole["step"], whole["loss"], whole["epoch"]) == (again["step"], again["loss"], 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", token_job.PARALLEL)
 def test_samples_of_one_window_give_the_numbers_of_one_process(
     of_two: list[dict[str, Any]], tmp_path: Path, parallel: str

@@ -383,6 +383,7 @@ def collate_masked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids.where(~is_masked, 1), "labels": ids.where(is_masked, -100)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dataloader_num_workers": 1}])
 @pytest.mark.parametrize(("kind", "collate"), [(Padded, collate_padded), (Masked, collate_masked)])
 def test_padding_and_random_masks_are_no_wrong_accumulation(

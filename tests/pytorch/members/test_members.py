@@ -220,6 +220,7 @@ def history(trainer: Trainer) -> list[dict[str, float]]:
     return [row for row in rows if "train_loss" not in row]
 
 
+@pytest.mark.slow
 def test_members_stop_by_themselves_and_end_with_their_best_weights(tmp_path: Path) -> None:
     options = {
         "eval_strategy": "steps",

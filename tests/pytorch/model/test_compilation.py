@@ -138,6 +138,7 @@ def train_ragged(folder: Path, **options: Any) -> tuple[Any, list[int]]:
     return trainer, [row["compile/recompiles"] for row in rows.found if "compile/recompiles" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regions", [None, pytest.param(False, marks=pytest.mark.slow)], ids=["blocks", "whole"])
 @pytest.mark.parametrize(("dynamic", "most"), [(None, 1), (True, 0)])
 def test_ragged_batches_compile_a_bounded_number_of_times(
@@ -223,6 +224,7 @@ def activation_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, li
     return saved, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.slow
 def test_a_memory_budget_keeps_fewer_activations_and_the_gradients(tmp_path: Path) -> None:
     before = torch._functorch.config.activation_memory_budget
     found = [

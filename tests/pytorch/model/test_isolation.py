@@ -237,6 +237,7 @@ class TakesBlockMask(PlainTexts):
         return self.with_loss(self.head(torch.tanh(hidden + mixed[:, 0])), labels)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_plain_module_gets_a_mask_of_flex_attention() -> None:
     found = find(TakesBlockMask(shifted=False))

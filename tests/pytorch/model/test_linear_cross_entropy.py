@@ -81,6 +81,7 @@ def test_16_bits_are_computed_in_single_precision() -> None:
         assert (one - other).float().norm() <= 3e-2 * one.float().norm()
 
 
+@pytest.mark.slow
 def test_small_gradients_in_float16_are_kept_for_the_scale_of_the_loss() -> None:
     """A mean over many rows and classes: probabilities by rows are less than float16 can hold, before the scale."""
     torch.manual_seed(0)

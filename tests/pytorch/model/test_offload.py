@@ -29,6 +29,7 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"is_checkpointed": True}, {"is_compiled": True}], ids=str)
 def test_gradients_are_the_same_bits(tmp_path: Path, options: dict[str, bool]) -> None:
     model = Layered()

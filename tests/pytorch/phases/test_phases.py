@@ -243,6 +243,7 @@ RICH = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_every_step_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, "ema_decay": 0.5}
     whole = make(tmp_path / "whole", RICH, **options)

@@ -66,6 +66,7 @@ arguments:
 """
 
 
+@pytest.mark.slow
 def test_one_poisoned_row_of_100_000_is_named_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

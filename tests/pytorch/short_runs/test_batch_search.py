@@ -33,6 +33,7 @@ class Narrow(Tagger):
         return super().forward(input_ids, labels)
 
 
+@pytest.mark.slow
 def test_the_largest_size_that_fits(tmp_path: Path) -> None:
     model = Narrow(9)
     found = make_trainer(tmp_path, model, DATA).find_batch_size()
@@ -47,6 +48,7 @@ def test_the_largest_size_that_fits(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_no_size_above_the_data(tmp_path: Path) -> None:
     found = make_trainer(tmp_path, Tagger(), DATA).find_batch_size(lowest=16)
     assert [trial.size for trial in found.trials] == [16, 32, 40]
@@ -97,6 +99,7 @@ def test_on_a_cpu_the_search_ends_before_memory_does(
     assert "may exceed the free memory" in caplog.text
 
 
+@pytest.mark.slow
 def test_steps_without_a_target_do_not_count(tmp_path: Path) -> None:
     """They take no time, and no memory."""
     data = [{**row, "labels": torch.full_like(row["labels"], -100)} if i % 3 else row for i, row in enumerate(DATA)]
@@ -127,6 +130,7 @@ def test_a_stream_that_ends_and_a_loader_of_ones_own(tmp_path: Path, caplog: pyt
         make_trainer(tmp_path, Tagger(), DATA, cls=Own).find_batch_size()
 
 
+@pytest.mark.slow
 def test_options_that_a_short_run_cannot_take_are_left_out(tmp_path: Path) -> None:
     class Reads(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -109,6 +109,7 @@ def test_each_sample_has_the_numbers_of_its_presentations(tmp_path: Path) -> Non
     assert list((tmp_path / "media").glob("data map*likely label errors*.json"))
 
 
+@pytest.mark.slow
 def test_a_resume_is_exact(tmp_path: Path) -> None:
     straight = run(tmp_path / "one")
     run(tmp_path / "two", stop=7)  # within an epoch, and after the last checkpoint of the first part

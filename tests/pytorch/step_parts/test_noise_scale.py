@@ -26,6 +26,7 @@ class Rows(TrainerCallback):
             self.values.append(logs["gradient_noise_scale"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [(2, 4), (4, 2), (1, 8)], ids=lambda split: f"{split[0]} x {split[1]}")
 def test_the_estimate_of_a_known_noise(tmp_path: Path, split: tuple[int, int]) -> None:
     rows = Rows()
@@ -34,6 +35,7 @@ def test_the_estimate_of_a_known_noise(tmp_path: Path, split: tuple[int, int]) -
     assert trainer.args.gradient_noise_scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "weight"), [(noise_job.Ragged, "tokens"), (noise_job.RaggedScaled, "scaled")])
 @pytest.mark.parametrize("split", [(1, 4), (4, 2)], ids=lambda split: f"{split[0]} x {split[1]}")
 def test_the_estimate_of_a_mean_over_targets(

@@ -46,6 +46,7 @@ def test_each_source_has_the_loss_of_its_samples(tmp_path: Path, is_stream: bool
     assert sum("loss/books" in row for row in logged(whole)) >= 2
 
 
+@pytest.mark.slow
 def test_a_resume_is_exact(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
     whole = run(tmp_path / "one", mixture(), **options)

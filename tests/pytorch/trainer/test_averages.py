@@ -100,6 +100,7 @@ def test_the_mean_and_its_learning_rate(tmp_path: Path) -> None:
     assert rates[6:] == pytest.approx([0.025, 0.0175, 0.01, 0.01, 0.01, 0.01])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_unchanged_and_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
     options = KINDS[kind]
@@ -220,6 +221,7 @@ class Normed(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"swa_start": 2, "average_steps": 1}], ids=["ema", "swa"])
 def test_batch_norm_tied_and_frozen_parameters(tmp_path: Path, options: dict[str, Any]) -> None:
     watch, plain = Watch(), Watch()

@@ -54,6 +54,7 @@ class SeenWorkers(TrainerCallback):
         self.after_updates.append(workers() - self.others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", slow_but([True], [False, True]))
 @pytest.mark.parametrize("persistent", slow_but([True], [False, True]))
 def test_persistent_workers_evaluate_a_whole_run(tmp_path: Path, persistent: bool, is_stream: bool) -> None:
@@ -93,6 +94,7 @@ class Broken(Dataset[dict[str, Tensor]]):
         return DATA[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", slow_but([True], [False, True]))
 def test_workers_end_with_an_error_in_the_data(tmp_path: Path, persistent: bool) -> None:
     gc.collect()

@@ -133,6 +133,7 @@ def test_a_metric_that_cannot_be_reset_is_refused(tmp_path: Path) -> None:
 # ---- rows on disk
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 6), st.booleans(), st.integers(1, 3))
 def test_spilled_rows_are_those_in_memory(
@@ -419,6 +420,7 @@ def peak_bytes(tmp_path: Path, num_samples: int, **options: Any) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -30,6 +30,7 @@ class MeasureMemory(TrainerCallback):
             self.held.append(tracemalloc.get_traced_memory()[0])
 
 
+@pytest.mark.slow
 def test_a_run_that_logs_each_step_grows_by_its_row(tmp_path: Path) -> None:
     """Five numbers in a dict take 310 bytes; the caches that fill beside them, up to 120 for each of 300 rows."""
     memory = MeasureMemory()

@@ -188,6 +188,7 @@ def test_noise_on_the_embeddings_ends_with_training(tmp_path: Path) -> None:
     assert len(noisy.embedding._forward_hooks) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regions", [False, True])
 def test_a_compiled_model_gives_a_loss_function_full_precision(tmp_path: Path, regions: bool) -> None:
     seen: set[torch.dtype] = set()

@@ -85,6 +85,7 @@ def test_the_losses_of_the_reference(tmp_path: Path, name: str) -> None:
             assert found.get(key, 0.0) == pytest.approx(expected.get(key, 0.0), rel=2e-3), (key, expected, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(QUICK, FAMILIES))
 def test_trained_saved_loaded_resumed(tmp_path: Path, name: str) -> None:
     whole = make(paceline, tmp_path / "whole", name)

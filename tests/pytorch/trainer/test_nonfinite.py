@@ -396,6 +396,7 @@ class StopsAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop", slow_but([9], [3, 6, 9, 13]))
 def test_a_run_that_was_rolled_back_resumes_to_the_bit(tmp_path: Path, stop: int, num_workers: int) -> None:
@@ -546,6 +547,7 @@ def test_rollback_to_where_a_callback_ended_an_epoch(tmp_path: Path) -> None:
     assert rows == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (1, 12), (1, 20), (1, 24)]
 
 
+@pytest.mark.slow
 def test_rollback_with_an_own_loader_that_keeps_its_workers(tmp_path: Path) -> None:
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:

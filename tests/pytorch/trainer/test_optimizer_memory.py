@@ -151,6 +151,7 @@ def test_a_shared_layer_under_activation_checkpointing(tmp_path: Path, is_reentr
 # ---- moments in bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_moments_in_half_the_bytes(tmp_path: Path, is_inside: bool) -> None:
     options: dict[str, Any] = {"num_train_epochs": 12, "optim": "adamw_torch"}
@@ -161,6 +162,7 @@ def test_moments_in_half_the_bytes(tmp_path: Path, is_inside: bool) -> None:
     assert losses(short) == pytest.approx(losses(plain), rel=0.05, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_inside", slow_but([False], [False, True]))
 def test_short_moments_resume_to_the_bit(tmp_path: Path, is_inside: bool) -> None:
     options: dict[str, Any] = {
@@ -202,6 +204,7 @@ def found_by(folder: Path, part: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_shards_and_replicas(tmp_path: Path) -> None:
     first, second = found_by(tmp_path, "numbers")
     torch.testing.assert_close(first["inside True"], first["inside False"], rtol=1e-6, atol=1e-6)

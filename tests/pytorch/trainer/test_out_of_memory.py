@@ -186,6 +186,7 @@ class StopIn(TrainerCallback):
         control.should_training_stop |= state.global_step == 60
 
 
+@pytest.mark.slow
 def test_the_micro_batch_grows_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 220, "num_train_epochs": 3}
     with caplog.at_level("INFO", logger="paceline"):
@@ -199,6 +200,7 @@ def test_the_micro_batch_grows_again(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert losses(grown) == pytest.approx(losses(plain), rel=1e-7)
 
 
+@pytest.mark.slow
 def test_the_size_is_resumed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"auto_find_batch_size": True, "max_steps": 150, "save_strategy": "steps"}
     options |= {"save_steps": 60, "gradient_accumulation_steps": 2}

@@ -37,6 +37,7 @@ def norms(trainer: Trainer) -> list[float]:
     return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, TakesMask, TakesBounds, lambda: TakesMask(shifted=False)])
 def test_losses_gradients_and_weights_are_those_of_padded_batches(make: Any, tmp_path: Path) -> None:
     if make is llama:
@@ -55,6 +56,7 @@ def test_losses_gradients_and_weights_are_those_of_padded_batches(make: Any, tmp
         torch.testing.assert_close(weights(packed.model), weights(padded.model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 99), st.integers(1, 6), st.integers(1, 3), st.sampled_from(["pack", "flatten"]))
 def test_any_texts_in_any_batches(seed: int, batch_size: int, accumulation: int, packing: str) -> None:
@@ -74,6 +76,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", slow_but(["pack"], PACKINGS))
 def test_a_run_is_resumed_bit_for_bit_in_the_middle_of_an_epoch(packing: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

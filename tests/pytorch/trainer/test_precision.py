@@ -164,6 +164,7 @@ def test_clipping_sees_true_gradients(tmp_path: Path, accumulation: int) -> None
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["bf16", "fp16"])
 @pytest.mark.parametrize("stop", slow_but([2], [2, 9]))
 def test_resume_is_exact(tmp_path: Path, option: str, stop: int) -> None:

@@ -260,6 +260,7 @@ def test_log_level(tmp_path: Path, level: str, shown: bool, capsys: pytest.Captu
     assert logging.getLogger("paceline.pytorch.session").isEnabledFor(logging.INFO) == shown
 
 
+@pytest.mark.slow
 def test_an_info_line_is_shown_without_any_set_up(tmp_path: Path) -> None:
     """In a process of its own: pytest sets logging up."""
     import subprocess

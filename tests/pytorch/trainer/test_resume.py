@@ -165,6 +165,7 @@ def test_another_split_sees_every_sample_once(
     assert resumed.state.global_step == 2 - (-left // (after[0] * after[1]))
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on_alike(tmp_path: Path) -> None:
     """Without random augmentation, workers change nothing."""
     whole = run(tmp_path / "whole")

@@ -220,6 +220,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["t5"], MODELS))
 @pytest.mark.parametrize("call", CALLS)
 def test_the_same_as_the_reference(tmp_path: Path, kind: str, call: str) -> None:
@@ -273,6 +274,7 @@ def test_ragged_labels(tmp_path: Path) -> None:
     assert one.predictions.tolist() == results[1].predictions.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_same_run(tmp_path: Path, kind: str) -> None:
     found = []

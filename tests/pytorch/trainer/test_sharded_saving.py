@@ -50,6 +50,7 @@ class Tied(Classifier):
         self.loaded = state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_run_is_the_same_and_is_resumed_bit_for_bit(tmp_path: Path, in_background: bool) -> None:
     options: dict[str, Any] = {"optim": "adamw_torch", "max_grad_norm": 0.5, "save_in_background": in_background}

@@ -162,6 +162,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "root": root}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOPS)
 def test_saved_at_the_next_boundary_and_resumed(runs: dict[str, Any], name: str) -> None:
     plan, stopped, resumed = STOPS[name], runs[name], runs[f"{name}, resumed"]

@@ -225,6 +225,7 @@ def shows_samples(split: Split, shift: int) -> bool:
     return any(len(part - {0}) > 1 for part in parts) and any(0 in part and len(part) > 1 for part in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", BY_SAMPLES)
 @settings(max_examples=5, deadline=None)
 @given(split=splits(1))
@@ -258,6 +259,7 @@ def test_twenty_updates_in_half_precision_with_a_scaler(split: list[Split]) -> N
     assert found[1] == pytest.approx(whole[1], rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", LONG)
 @settings(max_examples=4, deadline=None)
 @given(split=splits(NUM_UPDATES))

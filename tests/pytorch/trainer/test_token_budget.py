@@ -43,6 +43,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

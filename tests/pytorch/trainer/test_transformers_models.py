@@ -90,6 +90,7 @@ def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path: Path, kind: str, 
     assert found == pytest.approx([found[0]] * 4, rel=PRECISION[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_trained_saved_loaded_resumed(tmp_path: Path, kind: str) -> None:
     make_model, make_data = MODELS[kind]

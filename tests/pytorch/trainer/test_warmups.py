@@ -72,10 +72,12 @@ def same(results: list[dict[str, Any]]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_run_resumed_at_any_step_is_the_same(tmp_path: Path) -> None:
     assert same(warmup_job.whole_and_resumed(tmp_path, 1, range(1, len(windows()))))
 
 
+@pytest.mark.slow
 def test_with_other_orders_and_workers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "dataloader_num_workers": 1}
     assert same(warmup_job.whole_and_resumed(tmp_path, 1, (2,), **options))
@@ -97,6 +99,7 @@ def test_a_stream(tmp_path: Path) -> None:
     assert results[0]["rows"] == [*windows()[:8], (2, 0, 16), (2, 16, 16)]
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     processes.finish(processes.start("warmup_job.py", 2, str(tmp_path)))
     one = trainer_in(tmp_path / "one", dropout=0.0)

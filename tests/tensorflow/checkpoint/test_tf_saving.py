@@ -50,6 +50,7 @@ def generator() -> Any:
     return iter([(x, int(y)) for x, y in zip(*DATA, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -80,6 +81,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, kind: str, options
     assert values(rest.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
 
 
+@pytest.mark.slow
 def test_an_order_that_cannot_be_gone_back_to_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tf.random.set_seed(None)
     data = tf.data.Dataset.from_tensor_slices(DATA).shuffle(26)
@@ -111,6 +113,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogC
         make_trainer(tmp_path, Linear(), DATA).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
     trainer = make_trainer(
@@ -145,6 +148,7 @@ class SavesItself(TFTrainer):
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_user_code_wrote_over_another_runs_is_this_runs(tmp_path: Path) -> None:
     saved: list[int] = []
 
@@ -162,6 +166,7 @@ def test_a_checkpoint_that_user_code_wrote_over_another_runs_is_this_runs(tmp_pa
     assert run_in(tmp_path) == dataclasses.replace(trainer.run_mark, seconds=0.0)
 
 
+@pytest.mark.slow
 def test_a_state_that_json_would_change_is_refused_by_name(tmp_path: Path) -> None:
     class Odd(Counting):
         def state_dict(self) -> dict[str, Any]:
@@ -171,6 +176,7 @@ def test_a_state_that_json_would_change_is_refused_by_name(tmp_path: Path) -> No
         make_trainer(tmp_path, make_model(), DATA, callbacks=[Odd()], save_strategy="epoch").train()
 
 
+@pytest.mark.slow
 def test_models_are_saved_as_they_allow(tmp_path: Path) -> None:
     keras_model = make_model()
     make_trainer(tmp_path / "keras", keras_model, None).save_model()
@@ -204,6 +210,7 @@ def test_the_weights_of_a_saved_model_are_read(tmp_path: Path) -> None:
         load_model(Linear(outputs=2), tmp_path)
 
 
+@pytest.mark.slow
 def test_only_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"save_only_model": True, "save_strategy": "steps", "save_steps": 4}
     trainer = make_trainer(tmp_path, make_model(), DATA, **options)
@@ -218,6 +225,7 @@ def test_only_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 # ---- kills
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a limit of the size of files")
 def test_files_written_before_the_save_are_kept(tmp_path: Path) -> None:
     class Writes(TrainerCallback):
@@ -234,6 +242,7 @@ def test_files_written_before_the_save_are_kept(tmp_path: Path) -> None:
         assert verify(folder) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The system refuses what TensorFlow writes: the run goes on, what is there stays whole, the next save is made."""
     resource = pytest.importorskip("resource")
@@ -311,6 +320,7 @@ def test_six_kills(tmp_path: Path) -> None:
         number += 1
 
 
+@pytest.mark.slow
 def test_a_new_run_does_not_go_on_from_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And rotation counts its own checkpoints, whatever the clock says."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
