@@ -533,8 +533,8 @@ class PacelineSection(AverageSection, DistillationSection):
     loss_weight: str | None = option(
         None,
         "Unit over which the model's loss is a mean: samples, tokens, or tokens after the shift by one; 'scaled' if it "
-        "is already divided for the global batch; 'sum' if it is a sum; or, in Python, a function (batch) -> float that "
-        "returns the weight of a micro-batch. Unset: inferred from the model's class and from additional forward "
+        "is already divided for the global batch; 'sum' if it is a sum; or, in Python, a function (batch) -> float "
+        "that returns the weight of a micro-batch. Unset: inferred from the model's class and from additional forward "
         "passes.",
         LOSS_WEIGHTS,
     )
