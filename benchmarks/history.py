@@ -12,17 +12,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _LOOP = ("core/loop.py", "core/events.py", "core/state.py", "core/schedules.py")
-_STEP = (*_LOOP, "pytorch/*.py", "pytorch/data", ":!pytorch/data/coll*", "pytorch/model", "pytorch/optim")
-_STEP += (":!pytorch/seq2seq.py", ":!pytorch/replay", ":!pytorch/model_card.py")
+# A plain step imports none of the packages of methods beside these: members, pruning, distillation ...
+_STEP = (*_LOOP, "pytorch/*.py", ":!pytorch/seq2seq.py", ":!pytorch/model_card.py", "pytorch/model", "pytorch/optim")
+_STEP += ("pytorch/data", ":!pytorch/data/coll*", "pytorch/step_parts/registry.py", "pytorch/probes/loss.py")
 _STEP += (":!pytorch/data/generators.py",)  # of workers, and of replayed epochs
 _STEP += ("pytorch/distributed/precision.py", "pytorch/distributed/strategy.py", "pytorch/distributed/window.py")
 _TF_STEP = ("tensorflow", *_LOOP)
 _SAVE = ("checkpoint", "pytorch/checkpoint")
 
-# benchmark -> the code in src/paceline that its numbers depend on, beside the benchmark itself; patterns of git
+# benchmark -> the code in src/paceline that its numbers depend on, beside the benchmark itself; globs of git
 COVERS: dict[str, tuple[str, ...]] = {
     "step_overhead": (*_STEP, *_SAVE),
-    "import_time": ("*.py", ":!cli", ":!tensorflow", ":!drop_in.py"),
+    "import_time": ("**/*.py", ":!cli", ":!tensorflow", ":!drop_in.py"),
     "run_growth": (*_STEP, *_SAVE, "core/log_text.py", "core/lengths.py"),
     "report_page": ("report", ":!report/live.js", ":!report/serve.py", ":!report/status.py", "core/journal.py"),
     "gpt2_124m": _STEP,
@@ -34,7 +35,12 @@ COVERS: dict[str, tuple[str, ...]] = {
     "collation": ("pytorch/data/coll*", "pytorch/data/padding.py"),
     "data_loading": ("pytorch/data", "pytorch/loaders.py", "core/lengths.py"),
     "ledger": (*_STEP, "core/ledger.py"),
-    "large_vocabulary": ("pytorch/model", "pytorch/probes", "pytorch/engine.py"),
+    "large_vocabulary": (
+        "pytorch/model",
+        "pytorch/probes",
+        "pytorch/engine.py",
+        "pytorch/step_parts/linear_loss_run.py",
+    ),
     "ragged_text": (*_STEP, "pytorch/data/packing.py"),
     "memory_options": _STEP,
     "compile_ragged": ("pytorch/model", "pytorch/engine.py", "pytorch/probes"),
@@ -71,10 +77,10 @@ def git(*arguments: str, root: Path = ROOT) -> subprocess.CompletedProcess[str] 
 
 def covered_paths(benchmark: str) -> list[str]:
     """Patterns of git, from the root of the repository."""
-    paths = [
-        f":!src/paceline/{path.removeprefix(':!')}" if path.startswith(":!") else f"src/paceline/{path}"
-        for path in COVERS[benchmark]
-    ]
+    paths = []
+    for path in COVERS[benchmark]:
+        magic = "exclude,glob" if path.startswith(":!") else "glob"
+        paths.append(f":({magic})src/paceline/{path.removeprefix(':!')}")
     return [f"benchmarks/{SCRIPTS.get(benchmark, benchmark)}.py", *paths]
 
 

@@ -217,9 +217,12 @@ def test_a_result_is_held_against_the_code_since_its_commit(tmp_path: Path) -> N
     (tmp_path / covered).write_text("not committed\n")
     assert age() == (1, True)
     assert not history.find_commit(tmp_path)["is_clean"]
-    commit_all(tmp_path, covered)
+    before = commit_all(tmp_path, covered)
     assert age() == (2, True)
     assert age(benchmark="export") == (2, False)
+    commit_all(tmp_path, "src/paceline/pytorch/pruning/masks.py")  # a method, which a plain step does not import
+    assert age(commit=before, benchmark="step_overhead") == (1, False)
+    assert age(commit=before, benchmark="import_time") == (1, True)
 
 
 def test_the_page_says_how_old_a_result_is() -> None:
