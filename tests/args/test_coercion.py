@@ -84,6 +84,9 @@ def test_right(name: str, raw: Any, kept: Any) -> None:
 WRONG: list[tuple[str, Any, str]] = [
     ("learning_rate", "fast", "learning_rate='fast' is invalid: expected a number"),
     ("learning_rate", None, "learning_rate=None is invalid"),
+    ("max_steps", "5k", "max_steps='5k' is invalid: expected a number; did you mean 5000?"),
+    ("warmup_ratio", "10%", "did you mean 0.1?"),
+    ("ddp_timeout", "1.5h", "did you mean 5400?"),
     ("learning_rate", True, "learning_rate=True is invalid: expected a number"),
     ("learning_rate", float("nan"), "learning_rate=nan is invalid"),
     ("learning_rate", [1], "expected a number"),

@@ -11,6 +11,7 @@ import importlib
 import math
 import operator
 import os
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from paceline.args.warmups import keep_warmup
 
 TRUE_WORDS = frozenset({"true", "yes", "y", "t", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "n", "f", "off", "0"})
+UNITS = {"k": 1000, "%": 0.01, "s": 1, "min": 60, "h": 3600}  # that people write; options are plain numbers and seconds
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))  # exact types: an enum member may be text too
 
@@ -67,10 +69,16 @@ def to_float(name: str, value: object) -> float:
             try:
                 value = float(text)
             except ValueError:
-                raise wrong_value(name, value, "expected a number") from None
+                raise wrong_value(name, value, "expected a number", without_unit(text)) from None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise wrong_value(name, value, "expected a number")
     return value
+
+
+def without_unit(text: str) -> str:
+    """Returns a hint with the plain number for text such as `5k`, `10%` or `2h` (in seconds); empty for other text."""
+    found = re.fullmatch(r"([+-]?\d+\.?\d*) ?(k|%|s|min|h)", text, re.IGNORECASE)
+    return f"; did you mean {float(found[1]) * UNITS[found[2].lower()]:.10g}?" if found else ""
 
 
 def to_int(name: str, value: object) -> int:

@@ -200,3 +200,20 @@ def test_another_error_is_raised(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes do not match") as raised:
         make_trainer(tmp_path, Fails(), DATA).find_batch_size()
     assert "find_batch_size: with micro-batches of 1." in raised.value.__notes__
+
+
+def test_layers_that_need_two_samples_are_told_of(tmp_path: Path) -> None:
+    class Normalized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": torch.nn.functional.cross_entropy(self.layers(x), labels)}
+
+    data = [{"x": torch.ones(4), "labels": torch.tensor(1)}] * 8
+    trainer = make_trainer(tmp_path, Normalized(), data)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        trainer.find_batch_size()
+    assert "lowest=2 leaves this size out" in raised.value.__notes__[-1]
+    assert trainer.find_batch_size(lowest=2, highest=4, num_steps=2).largest == 4

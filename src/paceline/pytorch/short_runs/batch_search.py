@@ -240,6 +240,8 @@ def search(
         except Exception as error:
             if not is_out_of_memory(error) or not is_agreed(error, world):
                 error.add_note(f"find_batch_size: with micro-batches of {size}.")
+                if size == 1 and isinstance(error, ValueError):  # torch's own error of a normalization
+                    error.add_note("lowest=2 leaves this size out: BatchNorm, for one, needs two samples.")
                 raise
             clock.is_out = True
         own = Taken(clock.steps, clock.is_out, peak_memory(device), has_room(world, before), is_leader)
