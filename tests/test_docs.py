@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -26,6 +27,7 @@ import reference
 import stubs
 from paceline.args import yaml_text
 from paceline.args.training import TrainingArguments
+from paceline.callbacks.reporters import ENTRY_POINT_GROUP
 from paceline.cli.main import COMMANDS
 from paceline.cli.options import argument_fields
 from paceline.cli.schema import make_schema
@@ -108,14 +110,40 @@ def test_editors_find_the_text_of_each_option() -> None:
 
 def test_commands_of_the_pages_exist() -> None:
     lines = [(page, line[2:]) for page, text in blocks("console") for line in text.splitlines() if line[:2] == "$ "]
+    lines += [(page, line) for page, text in blocks("bash") for line in text.splitlines()]
     commands = [(page, shlex.split(line, comments=True)[1:]) for page, line in lines if line.startswith("paceline ")]
-    assert len(commands) > 10
+    assert len(commands) > 15
     options = {f"--{name}" for name in argument_fields()}
     for page, (command, *words) in commands:
         assert command in COMMANDS, page
         given = {word.split("=")[0] for word in words if word.startswith("--")}
         known = set(re.findall(r"--[\w-]+", help_on(command, [])))
-        assert given <= known | (options if command in ("train", "plan", "doctor", "search") else set()), page
+        takes_options = command in ("train", "plan", "doctor", "search", "launch")
+        assert given <= known | (options if takes_options else set()), page
+
+
+def test_extras_of_the_pages_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = {
+        (name_of(page), extra)
+        for page in PAGES
+        for extras in re.findall(r"paceline\[([a-z0-9_,-]+)\]", page.read_text("utf-8"))
+        for extra in extras.split(",")
+    }
+    assert len(named) > 20
+    assert [each for each in sorted(named) if each[1] not in project["optional-dependencies"]] == []
+
+
+def test_toml_and_json_of_the_pages_are_read(tmp_path: Path) -> None:
+    """An entry point is of a group that paceline looks up; a JSON block is a configuration of DeepSpeed."""
+    for _, text in blocks("toml"):
+        ((group, entries),) = tomllib.loads(text)["project"]["entry-points"].items()
+        assert group == ENTRY_POINT_GROUP
+        assert entries
+    for page, text in blocks("json"):
+        assert page == "docs/deepspeed.md"
+        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, deepspeed=json.loads(text))
+        assert args.deepspeed == json.loads(text)
 
 
 @pytest.mark.parametrize("name", ["checkpoint-item", "sampler", "reporter", "strategy"])
