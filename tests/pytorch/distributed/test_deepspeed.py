@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import processes
@@ -23,6 +24,8 @@ from paceline.checkpoint.folders import verify
 from paceline.cli.main import main
 from paceline.core.journal import read_rows
 from paceline.pytorch.checkpoint.zero_files import read_zero_files
+from paceline.pytorch.distributed.deepspeed import DeepSpeed
+from paceline.pytorch.distributed.deepspeed_state import Partitions
 
 STAGES = ("zero1_bf16", "zero2_offload", "zero3", "zero3_offload_bf16")
 TIMEOUT = 400  # s; DeepSpeed compiles a part of itself when it is used for the first time
@@ -185,6 +188,30 @@ def test_the_universal_form_is_gone_on_from_and_exported(reference: Path, tmp_pa
     trainer = zero_reference.trained(paceline, tmp_path / "run", None, str(checkpoint), batch_size=6)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses == pytest.approx(logged(reference / f"zero{stage}" / "checkpoint-8"), rel=1e-4)
+
+
+def test_a_parameter_that_the_optimizer_lacks_keeps_its_values() -> None:
+    """ZeRO holds what the optimizer trains; of the rest there is no part to gather."""
+    strategy, model = DeepSpeed.__new__(DeepSpeed), Classifier()
+    strategy.stage = 2
+    engine = SimpleNamespace(device=torch.device("cpu"), optimizer=SimpleNamespace(single_partition_of_fp32_groups=[]))
+    strategy._partitions = partitions = Partitions(engine, strategy.stage)
+    assert not partitions.holds(model.first.weight)
+    found = strategy.whole_tensor("first.weight", model.first.weight)
+    assert torch.equal(found, model.first.weight)
+    partitions.scatter(model.first.weight, torch.zeros(16, 8), lambda flat: flat)  # there is nothing to change
+    assert torch.equal(found, model.first.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_checkpoint_has_the_parameters_that_the_optimizer_lacks(tmp_path: Path) -> None:
+    processes.finish(processes.start("zero_part_job.py", 1, str(tmp_path)), timeout=TIMEOUT)
+    before = Classifier().state_dict()
+    for stage in (1, 2, 3):
+        saved = load_file(tmp_path / f"zero{stage}" / "checkpoint-2" / "model.safetensors")
+        assert torch.equal(saved["first.weight"], before["first.weight"]), stage
+        assert not torch.equal(saved["second.weight"], before["second.weight"]), stage
 
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ class DeepSpeed(SingleDevice):
             return value.detach()
         if not isinstance(value, nn.Parameter):
             return value.detach().cpu()
-        if value.requires_grad:
+        if self._partitions.holds(value):
             return self._partitions.gather(value, itself)
         if self.stage < 3:
             return value.detach().cpu()

@@ -37,15 +37,23 @@ class Partitions:
         shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
         return shape
 
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """True if ZeRO has partitioned a parameter for the optimizer; a trainable one need not be among its groups."""
+        if self.stage == 3:
+            return self.zero.get_param_id(parameter) in self.zero.grad_position
+        return hasattr(parameter, "_hp_mapping")
+
     def place_of(self, parameter: nn.Parameter) -> Place | None:
         """Returns the part of a trained parameter on this process; None if this process holds no part."""
+        if not self.holds(parameter):
+            return None
         if self.stage == 3:
             group, start, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
             size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
             first = size * distributed.get_rank(self.zero.dp_process_group)
             count = max(min(size, self.shape_of(parameter).numel() - first), 0)  # the last part is padded
             return (self.zero.fp32_partitioned_groups_flat[group], start, first, count) if count else None
-        mapping = getattr(parameter, "_hp_mapping", None)
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return None
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
