@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from ragged import llama, pad, texts
 from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import IterableDataset
 
-from paceline import Trainer
+from paceline import Trainer, TrainerCallback
 from paceline.core.journal import read_rows
 from paceline.core.nonfinite import NonFiniteError
 from paceline.pytorch.model.tensor_parts import whole
@@ -178,6 +179,71 @@ def fp16_overflow_of_a_shard(folder: Path, size: int) -> dict[str, Any]:
     parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
     rate = trainer.lr_scheduler.last_epoch
     return {"weights": torch.cat(parameters), "loss": losses(trainer), "scaler": scaler.state_dict(), "rate": rate}
+
+
+# ---- parameters that join a training, and those beside the model
+
+
+class WithHead(Classifier):
+    """Adds a second head to its logits, where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: nn.Module | None = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits = super().logits(x)
+        return logits if self.extra is None else logits + self.extra(x)
+
+
+class Joins(TrainerCallback):
+    """Thaws the first layer before the third update, or adds a head, whose values each process draws itself."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step != 2:
+            return
+        if hasattr(model, "extra"):
+            torch.manual_seed(RANK)
+            model.extra = nn.Linear(8, 4)
+        layer = getattr(model, "extra", model.first).requires_grad_(True)
+        kwargs["optimizer"].add_param_group({"params": list(layer.parameters())})
+
+
+def joined_later(model: type[Classifier], name: str) -> None:
+    def run(folder: Path, size: int) -> dict[str, Any]:
+        trained = model()
+        trained.first.requires_grad_(model is WithHead)
+        trainer = trainer_in(folder, size, trained, DATA, callbacks=[Joins()], num_train_epochs=2)
+        trainer.train()
+        return found(trainer)
+
+    run.__name__ = name
+    scenario(run)
+
+
+joined_later(Classifier, "thawed")
+joined_later(WithHead, "head_added")
+
+
+def with_temperature(name: str, **options: Any) -> None:
+    def run(folder: Path, size: int) -> dict[str, Any]:
+        model, temperature = Classifier(), nn.Parameter(torch.ones(()))
+
+        def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+            return functional.cross_entropy(outputs * temperature, labels)
+
+        options["optimizers"] = (torch.optim.SGD([*model.parameters(), temperature], lr=0.5), None)
+        trainer = trainer_in(folder, size, model, DATA, compute_loss_func=loss, **options)
+        trainer.train()
+        result = found(trainer)
+        return {**result, "weights": torch.cat([result["weights"], temperature.detach()[None]])}
+
+    run.__name__ = name
+    scenario(run)
+
+
+with_temperature("beside_the_model")
+with_temperature("beside_the_model_and_reduced_late", auto_find_batch_size=True)
 
 
 # ---- what one process sees of the loss, and the other does not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.pytorch.distributed.collectives import sum_ints
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
+from paceline.pytorch.distributed.window import Pass, PassRunner
 
+IS_TRAINED = attrgetter("requires_grad")
 SENT_AS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 
@@ -50,6 +53,8 @@ class DistributedData(SingleDevice):
         self.args = args
         self.reduces_late = bool(args.auto_find_batch_size)
         self._wrapped: DistributedDataParallel | None = None
+        self._trained: list[bool] = []  # of the parameters, when the buckets were made
+        self._beside: list[nn.Parameter] = []  # those that the optimizer holds and the model does not
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer] | None) -> Prepared:
         """Puts the model on the device, makes its optimizer, and wraps it."""
@@ -64,6 +69,7 @@ class DistributedData(SingleDevice):
             **ddp_options(self.args),
         )
         register_comm_hook(self._wrapped, self.args.ddp_comm_hook)
+        self._note_parameters(self._wrapped)
         return Prepared(self._wrapped, prepared.optimizer)
 
     def follow_trainable(self, model: nn.Module) -> None:
@@ -80,6 +86,30 @@ class DistributedData(SingleDevice):
         wrapped._forward_hooks, wrapped._forward_pre_hooks = hooks
         wrapped.training = is_training
         register_comm_hook(wrapped, self.args.ddp_comm_hook)
+        self._note_parameters(wrapped)
+
+    def _note_parameters(self, wrapped: DistributedDataParallel) -> None:
+        """Notes which parameters are in the buckets, and gives those beside the model the first process's values."""
+        own = set(map(id, wrapped.module.parameters()))
+        held = [] if self.precision.has_masters else self.parameters
+        self._beside = [parameter for parameter in held if id(parameter) not in own]
+        for parameter in self._beside:
+            distributed.broadcast(parameter.data, src=0)
+        self._trained = list(map(IS_TRAINED, self.parameters))
+
+    def run_window(self, engine: PassRunner, passes: list[Pass]) -> list[Tensor]:
+        """Runs the passes of a window; afterwards all gradients are averages over the processes.
+
+        The buckets are made again if a callback has thawed, frozen or added parameters.
+        """
+        if self.optimizer is not None:
+            self._follow(self.optimizer, clears=True)
+        if self._wrapped is not None and list(map(IS_TRAINED, self.parameters)) != self._trained:
+            self._wrap_again(self._wrapped)
+        losses = super().run_window(engine, passes)
+        if self._beside and not self.reduces_late:
+            self._average(self._beside)
+        return losses
 
     def micro_step(self, last: bool, silent: bool = False) -> AbstractContextManager[Any]:
         """Delays gradient synchronization until the last micro-batch of an optimizer step.
@@ -100,9 +130,13 @@ class DistributedData(SingleDevice):
 
     def reduce_gradients(self) -> None:
         """Averages the gradients over the processes; called if the backward passes did not."""
-        if self._wrapped is None:
-            return
-        trained = [parameter for parameter in self._wrapped.module.parameters() if parameter.requires_grad]
+        if self._wrapped is not None:
+            self._average([*self._wrapped.module.parameters(), *self._beside])
+            share_buffers(self._wrapped)
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """Averages the gradients of parameters over the processes."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         used = sum_ints(self.world, [int(parameter.grad is not None) for parameter in trained])
         for parameter, number in zip(trained, used, strict=True):
             if number and parameter.grad is None:  # used by other ranks only
@@ -115,7 +149,6 @@ class DistributedData(SingleDevice):
             parts = torch.split(sent, [gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-        share_buffers(self._wrapped)
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """Returns the unwrapped module, whose forward needs no collectives, with the buffers of the first process."""
