@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import mesh_job
@@ -17,6 +18,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.pytorch.distributed import ulysses
 from paceline.pytorch.distributed.context_parallel import ContextParallel, Pass, with_target
 from paceline.pytorch.distributed.parts_check import difference, formats_within
+from paceline.pytorch.model.prepare import add_embedding_noise
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,19 @@ def test_a_model_that_is_gone_is_not_kept(mesh: DeviceMesh) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_noise_on_the_words_is_bounded_by_the_length_of_the_whole_text(mesh: DeviceMesh) -> None:
+    model, ids = mesh_job.llama(), torch.arange(8)[None].repeat(16, 1)
+    clean = model.get_input_embeddings()(ids)
+    add_embedding_noise(model, alpha=5.0)
+    context = ContextParallel(model, mesh, checkpoints=False)
+    context.now = Pass(length=32, own=8, offset=0, total=32)
+    for tokens, surroundings in ((32, nullcontext()), (8, context.uncut())):
+        with surroundings:
+            noise = model.get_input_embeddings()(ids) - clean
+        bound = 5.0 / (tokens * clean.shape[-1]) ** 0.5
+        assert 0.9 * bound < noise.abs().max() <= 1.001 * bound
 
 
 def test_the_comparison_is_made_once_and_changes_nothing(mesh: DeviceMesh) -> None:

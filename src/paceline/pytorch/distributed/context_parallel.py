@@ -401,6 +401,10 @@ class ContextParallel:
         distributed.all_reduce(whole, group=self.group)
         return whole
 
+    def whole_length(self, own: int) -> int:
+        """Returns the tokens of the whole sequences in the latest pass, of which modules see `own` tokens each."""
+        return own if self.is_whole else self.now.length or own
+
     # ---- attention
 
     def gather(self, tensor: Tensor, dimension: int) -> Tensor:

@@ -158,7 +158,8 @@ def _set_cache(model: nn.Module, use_cache: bool, prepared: PreparedModel) -> No
 def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[], None]]:
     """Adds uniform noise to the output of the input embedding in training mode: NEFTune (arXiv:2310.05914).
 
-    The noise is at most alpha / sqrt(length * width) in magnitude, for embeddings of shape (..., length, width).
+    The noise is at most alpha / sqrt(length * width) in magnitude, for embeddings of shape (..., length, width). Of a
+    sequence in shards, the length is that of the whole.
 
     Returns:
         A note, and the function that removes the noise.
@@ -171,11 +172,18 @@ def add_embedding_noise(model: nn.Module, alpha: float) -> tuple[str, Callable[[
     def add_noise(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         if not module.training:
             return output
-        bound = alpha / math.sqrt(output.shape[-2] * output.shape[-1])
+        bound = alpha / math.sqrt(whole_length(model, output.shape[-2]) * output.shape[-1])
         return output + torch.empty_like(output).uniform_(-bound, bound)
 
     handle = embedding.register_forward_hook(add_noise)
     return f"NEFTune noise (alpha={alpha}) on {name}.", handle.remove
+
+
+def whole_length(model: nn.Module, own: int) -> int:
+    """Returns the tokens of the sequences in a pass, of which the modules of this process may see a shard, of `own`."""
+    link: Any = getattr(model, "paceline_context", None)
+    context = link.find() if link is not None else None
+    return own if context is None else int(context.whole_length(own))
 
 
 def input_embedding(model: nn.Module, option: str) -> tuple[str, nn.Module]:
