@@ -95,6 +95,8 @@ def test_each_part_of_the_data_is_counted_once(mesh: Mesh) -> None:
     assert [mesh.data_coordinates(rank) for rank in speakers] == [(n, mesh.data_size) for n in range(mesh.data_size)]
     assert {mesh.rng_rank(rank) for rank in ranks} == set(range(mesh.pp * mesh.data_size * mesh.num_parts))
     assert mesh.rng_rank(0) == 0
+    streams = [mesh.rng_rank(rank) for rank in ranks]
+    assert [mesh.first_of_stream(rank) for rank in ranks] == [streams.index(stream) for stream in streams]
 
 
 def test_what_accelerate_says_of_its_exchange_of_heads_is_noted() -> None:

@@ -88,6 +88,10 @@ class Mesh:
         part = place["cp"] * self.sp + place["sp"]
         return (place["pp"] * self.data_size + self.data_coordinates(rank)[0]) * self.num_parts + part
 
+    def first_of_stream(self, rank: int) -> int:
+        """Returns the first of the ranks that share the random stream of a rank."""
+        return rank - self.coordinates(rank)["tp"]
+
     def describe(self) -> str:
         """Describes the axes with more than one rank."""
         return " x ".join(f"{axis} {size}" for axis, size in self.axes.items()) or "one process"

@@ -2,6 +2,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,9 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.args.mesh import Mesh
 from paceline.checkpoint.folders import newest_valid, staged, verify
+from paceline.pytorch.checkpoint.checkpointer import Checkpointer
 from paceline.pytorch.checkpoint.files import load_model, load_rng, load_state, save_model, showable_arguments
+from paceline.pytorch.checkpoint.items import RandomStates
 from paceline.pytorch.checkpoint.tensors import CheckpointError, load_tensors, save_tensors
+from paceline.pytorch.distributed.random import capture_rng, set_seed
+from paceline.pytorch.distributed.world import World
 
 torch.set_num_threads(1)
 
@@ -307,6 +313,24 @@ def test_random_states_go_on(tmp_path: Path) -> None:
 def test_missing_random_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load_rng(tmp_path, rank=3, world_size=4) is None
     assert "rng_state_3.pth is missing" in caplog.text
+
+
+@pytest.mark.parametrize(("mesh", "same"), [(Mesh(tp=2), True), (Mesh(dp_replicate=2), False)])
+def test_ranks_that_compute_alike_go_on_with_one_random_state(tmp_path: Path, mesh: Mesh, same: bool) -> None:
+    """Of a checkpoint whose ranks read different data: with tensor parallelism their masks of dropout must be equal."""
+    drawn = []
+    for rank in (0, 1):
+        set_seed(rank)
+        torch.save(capture_rng(), tmp_path / f"rng_state_{rank}.pth")
+    for rank in (0, 1):
+        set_seed(9)
+        contents: Any = SimpleNamespace(strategy=SimpleNamespace(mesh=mesh))
+        checkpointer: Any = SimpleNamespace(
+            contents=contents, world=World(torch.device("cpu"), 2, rank), items={"rng": RandomStates()}
+        )
+        Checkpointer.load_random_states(checkpointer, tmp_path)
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn) is same
 
 
 def test_arguments_are_a_plain_dict(tmp_path: Path) -> None:

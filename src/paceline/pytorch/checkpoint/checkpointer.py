@@ -430,7 +430,9 @@ class Checkpointer:
 
     def load_random_states(self, checkpoint: Path) -> None:
         """Restores the random states; without them (`save_only_model`) the run keeps its current ones."""
-        rank, size = self.world.process_index, self.world.world_size
+        # a run on another mesh may have saved different states for ranks that share a random stream on this one
+        rank = self.contents.strategy.mesh.first_of_stream(self.world.process_index)
+        size = self.world.world_size
         state = files.load_rng(checkpoint, rank, size)
         if state is None:
             logger.warning("%s holds no random state: the run resumes, but not bit for bit.", checkpoint)
