@@ -146,7 +146,9 @@ def check_with_teacher(options: Options) -> None:
             "loss_weight=<function> with a teacher is not supported, whose soft loss is a mean over the same items as "
             "the hard one: name them, as in loss_weight='samples'."
         )
-    for name in ("deepspeed", "regularizers", "use_liger_kernel"):
+    # cross-entropies and losses of samples that are observed in a pass would be those of the teacher too
+    observers = ("log_token_metrics", "loss_by_source", "z_loss_weight")
+    for name in ("deepspeed", "regularizers", "use_liger_kernel", *observers):
         if getattr(options, name):
             raise UnsupportedOption(f"{name} with a teacher is not supported: leave one of them out.")
 

@@ -26,7 +26,6 @@ def check_source_loss(options: Options) -> None:
         ),
         "dataloader_in_order=False": (not options.dataloader_in_order, "which reorders the batches"),
         "regularizers": (bool(options.regularizers), losses),
-        "teacher": (bool(options.teacher), losses),
         "deepspeed": (bool(options.deepspeed), "which runs the passes itself"),
     }
     for name, (is_set, reason) in excluded.items():

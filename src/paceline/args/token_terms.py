@@ -28,7 +28,6 @@ def check_token_terms(options: Options) -> None:
         raise ValueError(f"z_loss_weight={weight}: give a weight of 0 or more, such as 1e-4.")
     excluded = {
         "regularizers": (bool(options.regularizers), "which compute other losses in a step"),
-        "teacher": (bool(options.teacher), "whose loss has other targets too"),
         f"loss_by_source={options.loss_by_source!r}": (
             bool(weight and options.loss_by_source),
             "which computes the losses of samples without a z-loss",

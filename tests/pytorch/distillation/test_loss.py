@@ -283,6 +283,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layer loss": ({"distillation_layer_loss": "l1"}, "distillation_layer_loss"),
     "weight function": ({"loss_weight": lambda batch: 1.0}, "loss_weight"),
     "folder": ({"teacher": "no/such"}, "two teachers"),
+    "token metrics": ({"log_token_metrics": True}, "log_token_metrics with a teacher"),
+    "z-loss": ({"z_loss_weight": 0.1}, "z_loss_weight with a teacher"),
+    "sources": ({"loss_by_source": "source"}, "loss_by_source with a teacher"),
 }
 
 
