@@ -181,6 +181,26 @@ def test_evaluation_has_the_hard_loss_and_the_teacher_is_left_as_it_was(tmp_path
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+class Normed(Net):
+    """Draws dropout, and keeps statistics of batch norm."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, 12)
+        self.body = nn.Sequential(self.body, nn.BatchNorm1d(12), nn.Dropout(0.5))  # type: ignore[assignment]
+
+
+def test_outside_of_a_run_the_teacher_is_in_evaluation_mode_too(tmp_path: Path) -> None:
+    teacher = Normed(1)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=1)
+    trainer = Trainer(Net(0), args, train_dataset=rows(), teacher=teacher)
+    batch = {name: torch.stack([row[name] for row in rows()]) for name in ("x", "labels")}
+    found = [float(trainer.compute_loss(trainer.model, dict(batch)).detach()) for _ in range(2)]
+    assert found[0] == found[1]
+    assert all(value.equal(before[name]) for name, value in teacher.state_dict().items())
+    assert teacher.training
+
+
 def test_options_that_are_set_after_the_trainer_count(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=1)
     watch = Rows()

@@ -15,7 +15,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -315,7 +315,8 @@ class Distillation:
         if self.cache is not None and engine is not None and engine.current is not None:
             return self.cache.find(inputs, labels, student, engine)
         self.teacher.to(student.device)
-        teacher = self.ask(inputs, labels)
+        with nullcontext() if self._engine is not None else self.evaluating():  # a run holds the modes
+            teacher = self.ask(inputs, labels)
         check_classes(student, teacher)
         return teacher
 
