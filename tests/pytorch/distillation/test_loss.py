@@ -234,6 +234,32 @@ def test_a_step_that_is_skipped_is_not_in_the_logged_losses(tmp_path: Path) -> N
     assert row["loss"] == pytest.approx(parts, rel=1e-3)
 
 
+class OutOfMemory(Net):
+    """Runs out of memory in its `fails_at`th training pass."""
+
+    passes, fails_at = 0, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.passes += self.training and torch.is_grad_enabled()
+        if self.fails_at and self.passes == self.fails_at:
+            self.fails_at = 0
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(*args, **kwargs)
+
+
+def test_passes_that_run_again_count_once_for_the_projections(tmp_path: Path) -> None:
+    found = []
+    for fails_at in (0, 2):
+        model = OutOfMemory(0)
+        model.fails_at = fails_at
+        trainer, _ = run(
+            tmp_path / str(fails_at), model=model, max_steps=1, gradient_accumulation_steps=2, save_strategy="no",
+            auto_find_batch_size=True, loss_weight="samples",
+        )  # fmt: skip
+        found.append(trainer.distillation.projections.state_dict()["body"]["optimizer"]["state"][0]["exp_avg"])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-7)
+
+
 def test_projections_learn(tmp_path: Path) -> None:
     trainer, watch = run(tmp_path, max_steps=60, logging_steps=10, save_strategy="no", distillation_layer_loss="cosine")
     found = [row["hidden_loss"] for row in watch.rows if "hidden_loss" in row]

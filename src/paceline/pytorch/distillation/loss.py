@@ -149,6 +149,7 @@ class Distillation:
         self._shifts: bool | None = None  # of a loss of unknown reduction
         self._is_examined = False
         self._step = -1  # the engine's number of the window in progress
+        self._index = -1  # of the last pass in it
         self._was_used = False
         self.cache: LogitSource | None = None
         self._window: list[tuple[Tensor, ...]] = []  # contributions of the passes of the window in progress
@@ -395,8 +396,10 @@ class Distillation:
         if engine.num_steps != self._step:
             self._close()
             self._step = engine.num_steps
-        elif current.index == 0 and not current.is_dummy:  # a window that is tried again
+        elif current.index <= self._index and not current.is_dummy:  # a window that is tried again
             self._window = []
+            self.projections.clear()
+        self._index = current.index
         total = engine.sync.total
         is_nothing = current.is_dummy or not total
         factor = 0.0 if is_nothing else engine.normalizer.factor(current.counts, total)
