@@ -56,6 +56,14 @@ def test_members_of_each_form(tmp_path: Path, trainer: Trainer) -> None:
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+def test_a_teacher_is_put_back(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", disable_tqdm=True, use_cpu=True)
+    trainer = Trainer(Classifier(seed=9), args, train_dataset=DATA, teacher=Classifier(seed=8))
+    ensemble_predict([Classifier(seed=1), Classifier(seed=2)], DATA, trainer)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_logits_and_votes(trainer: Trainer) -> None:
     members = [Classifier(seed=seed) for seed in (1, 2, 3)]
     expected = probabilities(1, 2, 3)

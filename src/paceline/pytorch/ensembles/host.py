@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PARTS = LateModule("paceline.pytorch.parts")  # a second file of the facade
 OF_MODEL = (
     *("model", "model_wrapped", "signature", "label_names", "can_return_loss", "loss_normalizer"),
-    *("label_smoother", "objective", "_signature_columns", "optimizer"),
+    *("label_smoother", "objective", "distillation", "_signature_columns", "optimizer"),
 )
 
 
