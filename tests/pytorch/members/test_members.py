@@ -147,6 +147,39 @@ def test_each_member_has_its_own_statistics_of_batch_norm(tmp_path: Path, smooth
         assert_same(module, alone(trainer, number, tmp_path, model_init=NormedConvolution).model)
 
 
+class Centred(Fresh):
+    """Keeps a running mean and counts its passes, in place or by assignment."""
+
+    def __init__(self, assigns: bool, scale: float) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.register_buffer("mean", scale * torch.randn(16))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def begin(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x)
+        if self.training:
+            mean, passes = 0.9 * self.mean + 0.1 * hidden.detach().mean(0), self.passes + 1
+            if self.assigns:
+                self.mean, self.passes = mean, passes
+            else:
+                self.mean.copy_(mean)
+                self.passes.copy_(passes)
+        return torch.tanh(hidden - self.mean) * (1 + 0.1 * self.passes)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize(("vectorize", "scale"), [(False, 0.0), (False, 0.1), (True, 0.1)])
+def test_each_member_has_its_own_buffers(tmp_path: Path, assigns: bool, vectorize: bool, scale: float) -> None:
+    def init() -> nn.Module:
+        return Centred(assigns, scale)
+
+    trainer = members_of(tmp_path, model_init=init, vectorize=vectorize)
+    trainer.train()
+    for number, module in enumerate(trainer.modules()):
+        assert_same(module, alone(trainer, number, tmp_path, model_init=init).model)
+
+
 def test_a_module_without_batching_rules_is_refused_before_the_first_step_and_trained_one_by_one(
     tmp_path: Path,
 ) -> None:

@@ -62,7 +62,13 @@ class Slice:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the member."""
-        return functional_call(self.module, self.tensors, args, kwargs)  # type: ignore[arg-type]
+        own = dict(self.tensors)
+        outputs = functional_call(self.module, own, args, kwargs)  # type: ignore[arg-type]
+        for name, tensor in self.tensors.items():
+            if own[name] is not tensor:  # the module has assigned another tensor to the name of a buffer
+                with torch.no_grad():
+                    tensor.copy_(own[name])
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the module, such as its config."""
@@ -73,8 +79,9 @@ class MemberStack(nn.Module):
     """Several members of one architecture.
 
     The shared module is the first member, with each trainable parameter replaced by one of shape `(members, ...)` and
-    the same name. Buffers that differ, and statistics of normalization layers, are stacked too. Frozen parameters must
-    be equal in all members and are stored once.
+    the same name. Buffers that differ, and statistics of normalization layers, are stacked too; all buffers if members
+    are called one after another, since each may change its own. Frozen parameters must be equal in all members and are
+    stored once.
 
     Args:
         members: modules of the same architecture; the first one is changed.
@@ -104,7 +111,7 @@ class MemberStack(nn.Module):
         self._noted: Tensor | None = None
         check_alike(members)
         first = members[0]
-        buffers = stacked_buffers(members)
+        buffers = stacked_buffers(members) if vectorize else [name for name, _ in first.named_buffers()]
         tensors = {name: torch.stack([each.get_buffer(name) for each in members]) for name in buffers}
         parameters: dict[int, nn.Parameter] = {}
         for name, parameter in first.named_parameters():
