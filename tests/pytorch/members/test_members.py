@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,27 @@ def test_each_member_has_its_own_statistics_of_batch_norm(tmp_path: Path, smooth
     trainer.train()
     for number, module in enumerate(trainer.modules()):
         assert_same(module, alone(trainer, number, tmp_path, model_init=NormedConvolution).model)
+
+
+def test_a_member_that_has_stopped_keeps_its_statistics_of_batch_norm(tmp_path: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score", "save_strategy": "steps"}
+    options |= {"save_steps": 1, "max_steps": 6}
+
+    def given(*factors: float) -> dict[str, Any]:
+        """The score of each member rises by its factor from evaluation to evaluation."""
+        scores = (factor * number for number in itertools.count() for factor in factors)
+        return {
+            "eval_dataset": DATA[:8],
+            "compute_metrics": lambda _: {"score": next(scores)},
+            "callbacks": [EarlyStoppingCallback(2)],
+            "model_init": NormedConvolution,
+        }
+
+    for resumes in (False, True):
+        trainer = members_of(tmp_path / "all", MEMBERS[:2], options, **given(1.0, 0.0))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "all" / "checkpoint-5") if resumes else None)
+        assert [result.stopped_step for result in trainer.results()] == [None, 3]
+        assert_same(trainer.modules()[1], alone(trainer, 1, tmp_path, **given(0.0)).model)
 
 
 class Centred(Fresh):

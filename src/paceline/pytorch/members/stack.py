@@ -210,6 +210,11 @@ class MemberStack(nn.Module):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
+    def buffers_of(self, index: int) -> dict[str, Tensor]:
+        """Returns copies of a member's own buffers by name, such as its statistics of batch norm."""
+        own = self.stacked().items()
+        return {name: tensor[index].clone() for name, tensor in own if not isinstance(tensor, nn.Parameter)}
+
     def load_member(self, index: int, tensors: Mapping[str, Tensor]) -> None:
         """Copies tensors into a member.
 

@@ -56,6 +56,7 @@ class MemberWatch(TrainerCallback):
         self.stopped_step: list[int | None] = [None] * number
         self.best: dict[str, Tensor] = {}
         self._counters = [0] * number
+        self._held: dict[int, dict[str, Tensor]] = {}  # the buffers of members that have stopped
 
     def stop_by(self, stopping: EarlyStoppingCallback) -> None:
         """Sets patience and threshold of the early stopping of each member."""
@@ -84,6 +85,7 @@ class MemberWatch(TrainerCallback):
         optimizer.stopped = [number for number, step in enumerate(self.stopped_step) if step is not None]
         for number in optimizer.stopped:
             stack.active[number] = 0
+            self._held[number] = stack.buffers_of(number)
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         assert self._stack is not None
@@ -101,6 +103,12 @@ class MemberWatch(TrainerCallback):
         """Notes the losses so far, if an out-of-memory may repeat the passes of this step."""
         if self.repeats_steps and self._stack is not None:
             self._stack.note_sums()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Puts back the buffers of members that have stopped, which the passes of the others change."""
+        for number, buffers in self._held.items():
+            assert self._stack is not None
+            self._stack.load_member(number, buffers)
 
     def on_evaluate(
         self,
@@ -134,6 +142,7 @@ class MemberWatch(TrainerCallback):
             self.stopped_step[number] = step
             self._optimizer.stopped.append(number)
             self._stack.active[number] = 0
+            self._held[number] = self._stack.buffers_of(number)
             logger.info("Member %s has stopped at step %d.", self.members[number].name, step)
 
     def _is_progress(self, value: float, best: float | None) -> bool:
