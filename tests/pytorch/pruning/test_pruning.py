@@ -274,6 +274,19 @@ def test_a_run_that_begins_to_prune_late_catches_up(tmp_path: Path) -> None:
         late.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
+@pytest.mark.parametrize("kind", ["cubic", "linear by layer", "movement", "channels"])
+def test_what_is_pruned_stays_pruned_if_a_resumed_run_is_longer(tmp_path: Path, kind: str) -> None:
+    """Its schedule has a lower sparsity at the step of the checkpoint."""
+    whole = {**KINDS[kind], "start": 0.2, "end": 0.7}
+    pruning, longer = Pruning(**whole), Pruning(**whole)
+    make(tmp_path, pruning).train()
+    trainer = make(tmp_path, longer, max_steps=3 * STEPS)
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}"))
+    (watch,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
+    assert set(watch.zeros) == {sum(int((~mask).sum()) for mask in pruning.masks.values())}
+    assert_same(longer.masks, pruning.masks)
+
+
 def test_parametrisations_of_torch_survive(tmp_path: Path) -> None:
     def model() -> nn.Module:
         made = Classifier(dropout=0.1)

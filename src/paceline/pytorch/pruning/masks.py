@@ -137,9 +137,9 @@ def importance_of(target: Target, values: Tensor, unit: str, by_magnitude: bool)
 
 def keep_most(importance: Tensor, sparsity: float) -> Tensor:
     """Returns a mask of the most important values; exactly `round(sparsity * n)` of n are dropped, of equal ones the
-    first.
+    first. Values of minus infinity are dropped, if there are more of them.
     """
-    number = round(sparsity * importance.numel())
+    number = max(round(sparsity * importance.numel()), int(importance.isneginf().sum()))
     if number <= 0:
         return torch.ones_like(importance, dtype=torch.bool)
     values = torch.nan_to_num(importance, nan=math.inf)  # what is not a number is not pruned before the rest
