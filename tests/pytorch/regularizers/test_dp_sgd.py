@@ -113,6 +113,36 @@ def test_samples_of_many_targets_are_means(tmp_path: Path, weight: str | None, a
     torch.testing.assert_close(weights(model), weights(twin), rtol=1e-4, atol=1e-6)
 
 
+class Tied(nn.Module):
+    """Its output weights are those of its embedding, in a module of their own or not."""
+
+    def __init__(self, has_head: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11, bias=False) if has_head else None
+        if self.head is not None:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = torch.tanh(self.embedding(input_ids))
+        logits = functional.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def test_tied_weights_have_their_whole_gradient_or_are_refused(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"].roll(1)} for row in tagging(8)]
+    options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 8}
+    settings = DPSGD(1e6, noise_multiplier=TINY_NOISE / 1e6, delta=1e-3)
+    with pytest.raises(UnsupportedOption, match=r"'embedding.weight' do not add up .* F.linear"):
+        train(tmp_path, Tied(False), [settings], data, **options)
+    trainer = train(tmp_path, Tied(True), [settings], data, **options)
+    plain = make_trainer(tmp_path, Tied(True), data, **{**OPTIONS, **options})
+    plain.train()
+    torch.testing.assert_close(weights(trainer.model), weights(plain.model), rtol=1e-4, atol=1e-5)
+    train(tmp_path, Tied(True), [settings], data, bf16=True, **options)
+
+
 def test_the_noise(tmp_path: Path) -> None:
     """Its standard deviation is sigma C / samples, and it is drawn anew in each step."""
 

@@ -35,6 +35,7 @@ from paceline.pytorch.sync import RunWindow
 logger = logging.getLogger(__name__)
 
 EXTRA = "privacy"
+ROUNDING, HALF_ROUNDING = 1e-3, 5e-2  # of sums of gradients, relative to the sum of the norms of their terms
 TINY = 1e-6  # added to the norm of a sample's gradient, which may be 0: Opacus' value
 NAME = "regularizers: dp_sgd"
 
@@ -249,6 +250,9 @@ class PrivateGradients(RegularizerPass):
         scale = self._scale(engine, current)
         parameters = [each for each in self.context.strategy.parameters if each.grad is not None]
         gradients = [self._of_samples(each, current.counts.samples) for each in parameters]
+        number = self.context.num_steps() + 1
+        if number & (number - 1) == 0:  # 1, 2, 4, 8, ...
+            self._check_sums(parameters, gradients)
         norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0) * scale
         factors = (self.settings.max_grad_norm / (norms + TINY)).clamp(max=1.0) * scale
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -284,13 +288,35 @@ class PrivateGradients(RegularizerPass):
         found = getattr(parameter, "grad_sample", None)
         if isinstance(found, Tensor) and found.shape[0] == num_samples:
             return found
-        name = next((name for name, each in self.context.model.named_parameters() if each is parameter), "?")
+        name = self._name_of(parameter)
         seen = f"gradients of {found.shape[0]} rows" if isinstance(found, Tensor) else "none"
         raise UnsupportedOption(
             f"{NAME} needs a gradient of each of {num_samples} samples, and Opacus found {seen} for {name!r}: each "
             "module must keep samples in the first dimension, and be called once in a forward pass. Position "
             "embeddings need position_ids for each sample: add them in the data_collator."
         )
+
+    def _check_sums(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        """Checks that the gradients of the samples add up to that of the micro-batch. Synchronizes with the device.
+
+        Raises:
+            UnsupportedOption: a weight is used outside of the module that holds it, where Opacus' hooks see nothing.
+        """
+        autocasts = self.context.strategy.precision.autocasts
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert parameter.grad is not None
+            whole = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            rounding = HALF_ROUNDING if autocasts or gradient.dtype.itemsize <= 2 else ROUNDING
+            if bool((gradient.sum(0) - whole).norm() > rounding * gradient.flatten(1).norm(dim=1).sum()):
+                raise UnsupportedOption(
+                    f"{NAME}: the gradients of samples that Opacus found for {self._name_of(parameter)!r} do not add "
+                    "up to its gradient: the weight is also used outside of the module that holds it, as in "
+                    "F.linear(hidden, embedding.weight). Give the weight to a module that is called there, such as an "
+                    "nn.Linear whose weight is the same parameter."
+                )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, each in self.context.model.named_parameters() if each is parameter), "?")
 
     @torch.no_grad()
     def _set_gradients(self, samples: int) -> None:
