@@ -206,6 +206,34 @@ def test_epsilon_is_that_of_opacus(tmp_path: Path, accountant: str) -> None:
     assert found["poisson"] < found["shuffle"]
 
 
+class OneStep(TrainerCallback):
+    """Ends each epoch after one optimizer step, and the training after a number of them."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = True
+        control.should_training_stop |= state.global_step == self.last
+
+
+def test_an_epoch_that_ends_early_may_have_used_each_sample(tmp_path: Path) -> None:
+    from opacus.accountants import create_accountant
+
+    settings = [DPSGD(noise_multiplier=2.0, delta=1e-3)]
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    train(tmp_path, Classifier(), settings, callbacks=[OneStep(2)], **options)
+    rows = Rows()
+    trainer = make_trainer(
+        tmp_path, Classifier(), DATA, regularizers=settings, callbacks=[OneStep(4), rows], **{**OPTIONS, **options}
+    )
+    trainer.train(resume_from_checkpoint=True)
+    expected = create_accountant(mechanism="rdp")
+    for _ in range(4):
+        expected.step(noise_multiplier=2.0, sample_rate=1.0)
+    assert rows.rows[-1]["epsilon"] == pytest.approx(expected.get_epsilon(delta=1e-3), rel=1e-6)
+
+
 def test_the_target_epsilon_is_reached_and_recorded(tmp_path: Path) -> None:
     rows = Rows()
     settings = PoissonDPSGD(target_epsilon=3.0, delta=1e-2)

@@ -50,17 +50,21 @@ class PrivacyAccount:
     Attributes:
         steps: number of optimizer steps by (noise multiplier, samples of the step; the expected ones with Poisson
             sampling).
+        epochs: number of passes over the data that have begun, each of which may use a sample.
     """
 
     def __init__(self, settings: DPSGD, num_samples: int) -> None:
         self.settings, self.num_samples = settings, num_samples
         self.steps: dict[tuple[float, int], int] = {}
+        self.epochs, self._last_epoch = 0, -1
         self._accountants = require("opacus.accountants", EXTRA)
 
-    def add(self, noise_multiplier: float, samples: int) -> None:
-        """Counts an optimizer step."""
+    def add(self, noise_multiplier: float, samples: int, epoch: int) -> None:
+        """Counts an optimizer step of an epoch."""
         key = (noise_multiplier, samples)
         self.steps[key] = self.steps.get(key, 0) + 1
+        self.epochs += epoch != self._last_epoch
+        self._last_epoch = epoch
 
     def epsilon(self) -> float:
         """Returns the epsilon of the steps so far."""
@@ -71,11 +75,22 @@ class PrivacyAccount:
     def _epsilon_of_epochs(self) -> float:
         """Returns the epsilon of the steps so far if each sample is used once per epoch, in any order.
 
-        No amplification by sampling is assumed: an epoch is one Gaussian mechanism for each sample.
+        No amplification by sampling is assumed: an epoch, or a part of one, is one Gaussian mechanism for each sample.
         """
         smallest = min((sigma for sigma, _ in self.steps), default=0.0)
         used = sum(size * count for (_, size), count in self.steps.items())
-        return self._epsilon([(smallest, 1.0, -(-used // self.num_samples))] if used else [])
+        # older checkpoints do not have the epochs
+        return self._epsilon([(smallest, 1.0, max(-(-used // self.num_samples), self.epochs))] if used else [])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the steps and the epochs."""
+        steps = [[*key, count] for key, count in self.steps.items()]
+        return {"steps": steps, "epochs": [self.epochs, self._last_epoch]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of `state_dict`."""
+        self.steps = {(float(sigma), int(size)): int(count) for sigma, size, count in state["steps"]}
+        self.epochs, self._last_epoch = map(int, state.get("epochs", (0, -1)))
 
     def expected(self, noise_multiplier: float, samples: int, steps: int) -> float:
         """Returns the epsilon of a whole run."""
@@ -214,7 +229,8 @@ class PrivateGradients(RegularizerPass):
         self._passes = []
         samples = sum(each.counts.samples for each in passes) if self._batches is None else self._size
         self._set_gradients(samples)
-        self.account.add(self.noise_multiplier, samples)
+        feed = self.context.feed
+        self.account.add(self.noise_multiplier, samples, feed.epoch if feed is not None else 0)
         return losses
 
     def _find_fillers(self, passes: list[Pass]) -> list[int]:
@@ -365,11 +381,11 @@ class PrivateGradients(RegularizerPass):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps of the account, and the key of the noise, which must be kept secret."""
-        return {"steps": [[*key, count] for key, count in self.account.steps.items()], "key": str(self._key)}
+        return {**self.account.state_dict(), "key": str(self._key)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the account and the key."""
-        self.account.steps = {(float(sigma), int(size)): int(count) for sigma, size, count in state["steps"]}
+        self.account.load_state_dict(state)
         self._key = int(state["key"])
 
 
