@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import Tagger, losses, make_trainer, tagging, weights
@@ -24,10 +25,10 @@ class Narrow(Tagger):
     def __init__(self, room: int, **options: Any) -> None:
         super().__init__(**options)
         self.room = room
-        self.sizes: list[int] = []
+        self.sizes = np.zeros(64)  # of an array nothing is put back after a short run
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        self.sizes.append(len(input_ids))
+        self.sizes[len(input_ids)] += 1
         if len(input_ids) > self.room:
             raise torch.OutOfMemoryError("no room")
         return super().forward(input_ids, labels)
@@ -41,7 +42,7 @@ def test_the_largest_size_that_fits(tmp_path: Path) -> None:
     assert found.largest == 8
     assert found.fastest in (1, 2, 4, 8)
     assert found.trials[-1].samples_per_second is None
-    assert sorted(set(model.sizes)) == [1, 2, 4, 8, 16], "no smaller batch at the end of an epoch"
+    assert np.flatnonzero(model.sizes).tolist() == [1, 2, 4, 8, 16], "no smaller batch at the end of an epoch"
     text = str(found)
     assert "out of memory" in text
     assert text.endswith("; largest: 8")

@@ -21,15 +21,17 @@ DATA = classification(32)
 
 
 class Uneasy(Classifier):
-    """With buffers and random numbers."""
+    """With buffers, random numbers and a counter that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.num_passes = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
+        self.num_passes += 1
         torch.rand(1)
         return super().forward(*args, **kwargs)
 
@@ -79,6 +81,7 @@ def test_training_after_it_ends_with_the_same_bits(tmp_path: Path, kind: str) ->
     assert torch.equal(torch.get_rng_state(), drawn)
     assert vars(searched.state) == before
     assert counting.steps == 0
+    assert searched.model.num_passes == plain.model.num_passes
     assert not list((tmp_path / "searched").iterdir())
     assert 10 <= len(found.losses) <= 20
     assert found.rates[0] == pytest.approx(1e-7)

@@ -14,6 +14,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.places import WITHOUT_OUTPUT
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.probes.side_effects import undoing
 
 OPTIONS: dict[str, Any] = {
     **WITHOUT_OUTPUT,
@@ -57,8 +58,8 @@ def check_one_process(method: str, strategy: SingleDevice) -> None:
 def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
     """Restores everything that training changes on exit.
 
-    These are trained parameters, gradients, buffers, training modes, optimizer state, the position of the data and the
-    random generators. Copies are held in host memory.
+    These are trained parameters, gradients, buffers, training modes, plain attributes of modules (counters), optimizer
+    state, the position of the data and the random generators. Copies are held in host memory.
     """
     trained = [(tensor, on_host(tensor)) for tensor in model.parameters() if tensor.requires_grad]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -73,7 +74,7 @@ def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
     position = data.state_dict() if can_rewind(data) else None
     clear_gradients(model)
     try:
-        with preserved_rng():
+        with preserved_rng(), undoing([model]):
             yield
     finally:
         with torch.no_grad():
