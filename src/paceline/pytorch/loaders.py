@@ -20,6 +20,7 @@ from paceline.pytorch.data.dispatch import BatchDispatcher
 from paceline.pytorch.data.feed import Collect, StatefulDataIterator
 from paceline.pytorch.data.loading import KeptLoaders, check_dataset
 from paceline.pytorch.data.sampling import make_eval_sampler, make_train_sampler
+from paceline.pytorch.data.stream import with_own_position
 from paceline.pytorch.distributed.collectives import dispatch_objects, pack
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.model.objective import adapted
@@ -122,6 +123,7 @@ class LoaderFactory:
         packing = self.find_packing() if is_training else None
         chosen = self.collate if packing is None else packing.collator(self.collate)
         given, collate = dataset, self.filter_collator(chosen, description)
+        dataset = with_own_position(dataset)
         sampler = adapted(make_sampler, 1)(dataset) if make_sampler is not None else None  # may read any column
         if is_training and self.source_column:
             collate = sources.SourceCollator(collate, self.source_column, dataset)

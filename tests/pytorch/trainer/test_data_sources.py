@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from paceline import Trainer, TrainerCallback
+from paceline import MixedStream, ShuffleBuffer, Trainer, TrainerCallback
 
 DATA = classification(24)
 
@@ -277,6 +277,64 @@ def test_a_stream_can_be_evaluated_and_predicted(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path, Classifier(), eval_dataset=DATA)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"])
     assert trainer.predict(Rows()).predictions.shape == (24, 4)
+
+
+def parts_of_a_stream() -> tuple[Any, Any]:
+    """Two streams that are made from one."""
+    stream = table().select_columns(["x", "labels"]).to_iterable_dataset(num_shards=3).map(dict)
+    return stream.skip(6), stream.take(6)
+
+
+def collate_lists(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+TRAINED: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda stream: stream,
+    "shuffled": lambda stream: ShuffleBuffer(stream, 3),
+    "mixed": lambda stream: MixedStream({"a": stream.take(9), "b": stream.skip(9)}, stop="all_exhausted"),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_an_evaluation_leaves_the_position_of_a_stream(tmp_path: Path, kind: str) -> None:
+    """Also of a training stream that is made from the same one as the evaluation set."""
+
+    def run_parts(folder: Path, **options: Any) -> Trainer:
+        train, evaluated = parts_of_a_stream()
+        next(iter(train))  # looked at before
+        return run(
+            folder,
+            TRAINED[kind](train),
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=5,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=1,
+            eval_dataset=evaluated,
+            data_collator=collate_lists,
+            **options,
+        )
+
+    whole = run_parts(tmp_path / "whole")
+    losses_of_evaluations = [row["eval_loss"] for row in whole.state.log_history if "eval_runtime" in row]
+    assert len(losses_of_evaluations) == 8
+    run_parts(tmp_path / "parts", callbacks=[StopAt(5)])
+    parts = run_parts(tmp_path / "parts", resume=True)
+    assert losses(parts) == losses(whole)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_stream_is_trained_on_and_evaluated_again_and_again(tmp_path: Path, kind: str) -> None:
+    stream = TRAINED[kind](parts_of_a_stream()[0])
+    trainer = make_trainer(tmp_path, Classifier(), stream, data_collator=collate_lists, max_steps=3)
+    found = [trainer.evaluate(stream)["eval_loss"] for _ in range(4)]
+    assert found == found[:1] * 4
+    for _ in range(4):
+        trainer.train()
+        assert trainer.state.global_step == 3
 
 
 def test_a_stream_that_gives_nothing_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.pytorch.data.indexed import set_epoch
-from paceline.pytorch.data.stream import reread, restores_exactly
+from paceline.pytorch.data.stream import reread, restores_exactly, start_of, with_own_position
 
 Indices = npt.NDArray[np.int64]
 STOPS = ("first_exhausted", "all_exhausted")
@@ -164,7 +164,7 @@ class MixedStream(IterableDataset[Any]):
         if not sources:
             raise ValueError("sources: a mixture has one source or more.")
         self.names = tuple(sources)
-        self.sources = tuple(sources.values())
+        self.sources = tuple(map(with_own_position, sources.values()))
         self.weights = _shares(self.names, dict.fromkeys(self.names, 1.0) if weights is None else weights)
         if stop not in STOPS:
             raise ValueError(f"stop={stop!r}: a mixture ends by 'first_exhausted' or by 'all_exhausted'.")
@@ -219,7 +219,7 @@ class MixedStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         state, self._restored = self._restored, None
         if self._unread is None:
-            self._unread = self._states()
+            self._unread = [start_of(source) if restores_exactly(source) else None for source in self.sources]
         self._forget()
         readers = self._open(state)
         exhausted = [passes > 0 for passes in self._passes]

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.pytorch.data.generators import capture_generators, generators_at
 from paceline.pytorch.data.indexed import set_epoch
-from paceline.pytorch.data.stream import reread, restores_exactly
+from paceline.pytorch.data.stream import reread, restores_exactly, start_of, with_own_position
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ShuffleBuffer(IterableDataset[Any]):
     ) -> None:
         if buffer_size < 1:
             raise ValueError(f"buffer_size={buffer_size}: a buffer holds 1 sample or more.")
-        self.stream = stream
+        self.stream = with_own_position(stream)
         self.buffer_size = buffer_size
         self.seed = seed
         self.transform = transform
@@ -83,7 +83,7 @@ class ShuffleBuffer(IterableDataset[Any]):
             "left": self._left,
             "buffer_size": self.buffer_size,
             "seed": self.seed,
-            "stream": self._begin if has_begun else self._state(),
+            "stream": self._begin if has_begun else self._start(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class ShuffleBuffer(IterableDataset[Any]):
         is_resumed = self._is_restored and (self._round > 0 or self._left > 0)
         if not is_resumed:
             self._forget()
-            self._begin = self._state()
+            self._begin = self._start()
         self._is_restored = False
         skipped, self._left = self._left, 0
         # reading samples again must not change the generators
@@ -157,6 +157,9 @@ class ShuffleBuffer(IterableDataset[Any]):
         key = np.random.SeedSequence([self.seed % 2**64, self._epoch, self._round])
         order: list[int] = np.random.default_rng(key).permutation(size).tolist()
         return order
+
+    def _start(self) -> Any:
+        return start_of(self.stream) if self.restores_exactly else None
 
     def _state(self) -> Any:
         return self.stream.state_dict() if self.restores_exactly else None

@@ -278,7 +278,7 @@ class StreamLoader(DataLoader[Any]):
         self.clock[1] += 1
         begin = self.standing()
         if begin is not None and not self._before:
-            self._before = [begin["workers"][0]["dataset"]]
+            self._before = [start_of(self.dataset)]
         if resume is not None:
             resume["pass"] = int(self.clock[1])
             self._inner = None  # persistent workers cannot be sent a position
@@ -413,6 +413,40 @@ def has_shuffle_buffer(link: object) -> bool:
         return True
     links = [getattr(link, "ex_iterable", None), *(getattr(link, "ex_iterables", None) or ())]
     return any(has_shuffle_buffer(inner) for inner in links)
+
+
+def with_own_position(dataset: Any) -> Any:
+    """Returns a stream of `datasets` that shares its position with no other stream; any other dataset as it is.
+
+    Streams that are made from one another (`skip` and `take`) share the objects that hold the position: reading one
+    would move the position that is saved of the other.
+    """
+    if getattr(dataset, "_ex_iterable", None) is None:
+        return dataset
+    own = object.__new__(type(dataset))
+    own.__dict__.update(vars(dataset), _ex_iterable=copied_chain(dataset._ex_iterable))
+    return own
+
+
+def copied_chain(link: Any) -> Any:
+    """Returns a copy of a chain of `datasets` iterables, which share their data."""
+    made = copy.copy(link)
+    if getattr(link, "ex_iterable", None) is not None:
+        made.ex_iterable = copied_chain(link.ex_iterable)
+    if getattr(link, "ex_iterables", None):
+        made.ex_iterables = list(map(copied_chain, link.ex_iterables))
+    return made
+
+
+def start_of(dataset: Any) -> Any:
+    """Returns the state with which the next pass over a stream begins, if it is in none.
+
+    A stream of `datasets` reports the end of its last pass, and begins where it was told to last.
+    """
+    own = with_own_position(dataset)
+    if own is not dataset:
+        own._prepare_ex_iterable_for_iteration()
+    return copy.deepcopy(own.state_dict())
 
 
 def reread(source: Iterator[Any], count: int, unit: str, is_quiet: bool = False) -> int:

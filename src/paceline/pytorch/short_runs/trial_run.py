@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.places import WITHOUT_OUTPUT
+from paceline.pytorch.data.stream import start_of
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.probes.side_effects import undoing
@@ -71,7 +72,7 @@ def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
     ]
     modes = [(module, module.training) for module in model.modules()]
     state = None if optimizer is None else on_host(copy.copy(optimizer.state_dict()))
-    position = data.state_dict() if can_rewind(data) else None
+    position = start_of(data) if can_rewind(data) else None
     clear_gradients(model)
     try:
         with preserved_rng(), undoing([model]):
