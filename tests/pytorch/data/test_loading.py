@@ -1,6 +1,7 @@
 """Loaders as the arguments ask, and how much they hold."""
 
 import logging
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,27 @@ def test_batches_out_of_order_are_warned_about(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         make([1, 2], dataloader_in_order=False)
     assert "dataloader_in_order=False" in caplog.text
+
+
+class SlowAtFirst:
+    """Its first batch takes longer than all others."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.2 if index == 0 else 0)
+        return index
+
+
+@pytest.mark.parametrize("dataset", [SlowAtFirst(), Stream(12)])
+def test_evaluation_batches_are_in_order_whatever_the_option(dataset: Any) -> None:
+    """Predictions are returned in the order of the batches."""
+    args = arguments(dataloader_num_workers=2, dataloader_in_order=False)
+    loader = make_loader(dataset, batch_size=2, sampler=None, collate=torch.tensor, args=args, train=False, seed=0)
+    assert loader.in_order
+    if isinstance(dataset, SlowAtFirst):
+        assert torch.cat(list(loader)).tolist() == list(range(12))
 
 
 def test_what_is_no_dataset() -> None:

@@ -61,7 +61,9 @@ def make_loader(
         ValueError: an option requires workers and there are none, or the dataset has neither an index nor an iterator.
     """
     options = worker_options(args)
-    if train and not args.dataloader_in_order:
+    if not train:
+        options["in_order"] = True  # predictions are returned in the order of the samples
+    elif not args.dataloader_in_order:
         logger.warning(
             "dataloader_in_order=False: batches come as workers finish them, so neither two runs nor a resumed run "
             "see them in the same order."
