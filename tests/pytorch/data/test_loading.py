@@ -189,14 +189,30 @@ class SlowAtFirst:
         return index
 
 
+@pytest.mark.parametrize("num_samples", [10, 13])
+def test_evaluation_batches_of_a_stream_are_those_without_workers(num_samples: int) -> None:
+    loaders = [
+        make_loader(
+            Stream(num_samples),
+            batch_size=2,
+            sampler=None,
+            collate=torch.tensor,
+            args=arguments(dataloader_num_workers=number),
+            train=False,
+            seed=0,
+        )
+        for number in (0, 2)
+    ]
+    assert read(loaders[1]) == read(loaders[0])
+
+
 @pytest.mark.parametrize("dataset", [SlowAtFirst(), Stream(12)])
 def test_evaluation_batches_are_in_order_whatever_the_option(dataset: Any) -> None:
     """Predictions are returned in the order of the batches."""
     args = arguments(dataloader_num_workers=2, dataloader_in_order=False)
     loader = make_loader(dataset, batch_size=2, sampler=None, collate=torch.tensor, args=args, train=False, seed=0)
     assert loader.in_order
-    if isinstance(dataset, SlowAtFirst):
-        assert torch.cat(list(loader)).tolist() == list(range(12))
+    assert torch.cat(list(loader)).tolist() == list(range(12))
 
 
 def test_what_is_no_dataset() -> None:

@@ -70,7 +70,9 @@ def make_loader(
         )
     drop_last = bool(args.dataloader_drop_last) and train  # evaluation and prediction need every sample
     if is_stream(dataset):
-        make_stream = partial(StreamLoader, drop_last=drop_last, collate=collate, seed=seed, options=options)
+        make_stream = partial(
+            StreamLoader, drop_last=drop_last, collate=collate, seed=seed, options=options, keeps_order=not train
+        )
         stream = make_stream_loader(make_stream, dataset, batch_size, data_shard, is_split=dispatcher is None)
         return stream if dispatcher is None else DispatchedLoader(stream, dispatcher)
     if not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):

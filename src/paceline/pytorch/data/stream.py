@@ -50,6 +50,7 @@ class Stream(IterableDataset[Any]):
         collate: `(samples) -> batch`.
         seed: seed of the workers' generators; each batch is seeded with (seed, epoch, worker, samples read).
         clock: int64 of shape (2,), shared with the workers: the epoch, and the number of the pass over the loader.
+        block: consecutive samples of one worker, if the stream does not shard itself.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Stream(IterableDataset[Any]):
         collate: Callable[[list[Any]], Any],
         seed: int,
         clock: torch.Tensor,
+        block: int = 1,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -67,6 +69,7 @@ class Stream(IterableDataset[Any]):
         self.collate = collate
         self.seed = seed
         self.clock = clock
+        self.block = block
         self.asks = restores_exactly(dataset)
         self.resume: dict[str, Any] | None = None  # the position to start from, in the pass `resume["pass"]`
         self._begin: list[Any] = []  # in a worker: the dataset's own state before its first pass
@@ -92,7 +95,7 @@ class Stream(IterableDataset[Any]):
         place = resume["workers"][worker] if resume is not None else None
         seed_generators(self.seed, epoch, worker)
         set_epoch(self.dataset, epoch)
-        share = Share(self._open(self.dataset, place, is_quiet=worker > 0), watch, worker, num_workers)
+        share = Share(self._open(self.dataset, place, is_quiet=worker > 0), watch, worker, num_workers, self.block)
         if place is not None:
             share.num_read, share.is_shared = place["num_read"], place["is_shared"]
         had_its_turn = resume is not None and worker <= resume["last"]
@@ -190,7 +193,8 @@ class StreamLoader(DataLoader[Any]):
     """A DataLoader over a stream, whose position in samples can be saved and restored.
 
     The attributes are those of the DataLoader that a user would have built; batches come from an inner DataLoader.
-    `num_parts` is the number of processes that read such batches.
+    `num_parts` is the number of processes that read such batches. With `keeps_order`, workers take whole batches of a
+    stream that does not shard itself, so that the batches are those without workers; such a pass cannot be resumed.
     """
 
     def __init__(
@@ -203,6 +207,7 @@ class StreamLoader(DataLoader[Any]):
         seed: int,
         options: dict[str, Any],
         num_parts: int = 1,
+        keeps_order: bool = False,
     ) -> None:
         generator = torch.Generator(device="cpu").manual_seed(seed)
         super().__init__(
@@ -210,6 +215,7 @@ class StreamLoader(DataLoader[Any]):
         )
         self.seed = seed
         self.global_micro_batch_size = batch_size * num_parts
+        self.block = batch_size if keeps_order else 1
         self.clock = torch.zeros(2, dtype=torch.int64, device="cpu")
         if self.num_workers:
             self.clock.share_memory_()  # type: ignore[no-untyped-call]
@@ -283,7 +289,8 @@ class StreamLoader(DataLoader[Any]):
             resume["pass"] = int(self.clock[1])
             self._inner = None  # persistent workers cannot be sent a position
         if self._inner is None:
-            stream = Stream(self.dataset, self.batch_size or 1, self.drop_last, self.collate_fn, self.seed, self.clock)
+            size, collate = self.batch_size or 1, self.collate_fn
+            stream = Stream(self.dataset, size, self.drop_last, collate, self.seed, self.clock, self.block)
             stream.resume = resume
             self._inner = DataLoader(
                 stream, batch_size=None, collate_fn=hand_over, generator=self.generator, **self._options
