@@ -242,6 +242,30 @@ def report_changes(checkpoint: Path, progress: Mapping[str, Any] | None, present
         logger.warning("Changed since %s was written: %s.", checkpoint.name, ", ".join(changes))
 
 
+def forget_other_best(state: TrainerState, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+    """Resets the best model of a state that was chosen by another metric, or in the other direction.
+
+    Args:
+        state: the state of the checkpoint.
+        progress, present: see `report_changes`.
+    """
+    saved = (progress or {}).get("arguments")
+    if state.best_metric is None or not isinstance(saved, Mapping):
+        return
+    before, now = (
+        (str(options.get("metric_for_best_model")).removeprefix("eval_"), options.get("greater_is_better"))
+        for options in (saved, present)
+    )
+    if before == now or "None" in (before[0], now[0]):
+        return
+    logger.warning(
+        "The best model so far, of step %s, was chosen by %s=%s with greater_is_better=%s. Now it is %s with "
+        "greater_is_better=%s: the next evaluation is the best one so far.",
+        *(state.best_global_step, before[0], state.best_metric, before[1], *now),
+    )
+    state.forget_best()
+
+
 def is_same(before: object, now: object) -> bool:
     """True if an option is unchanged; NaN equals NaN."""
     return bool(before == now) or (before != before and now != now)

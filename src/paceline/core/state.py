@@ -347,6 +347,10 @@ class TrainerState:
         """Sets the folder of the best checkpoint."""
         self.best_model_checkpoint = checkpoint
 
+    def forget_best(self) -> None:
+        """Resets the best metric, its step and its checkpoint."""
+        self.best_metric = self.best_global_step = self.best_model_checkpoint = None
+
     def record_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Sets the states of the callbacks that have a `state()`."""
         stateful = [callback for callback in callbacks if callable(getattr(callback, "state", None))]

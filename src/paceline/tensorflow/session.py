@@ -16,7 +16,14 @@ from paceline.args.plan import Plan, resolve
 from paceline.args.sections import Options
 from paceline.checkpoint import folders
 from paceline.checkpoint.lock import FolderLock, acquire
-from paceline.checkpoint.resuming import announce_resume, begin_state, find_checkpoint, report_changes, report_kept
+from paceline.checkpoint.resuming import (
+    announce_resume,
+    begin_state,
+    find_checkpoint,
+    forget_other_best,
+    report_changes,
+    report_kept,
+)
 from paceline.core import session as core
 from paceline.core.contracts import Hooks
 from paceline.core.headlines import RunFacts
@@ -285,6 +292,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
             warn_of_average(checkpoint)
         for name, is_requested in requested_actions(self.state).items():
             setattr(self.control, name, is_requested)
+        forget_other_best(self.state, progress, arguments)
         if self.world.process_index == 0:
             report_changes(checkpoint, progress, arguments)
         announce_resume(self.state, checkpoint)

@@ -1,5 +1,6 @@
 """Checkpoint, stop, go on: the run ends where the undisturbed one does, bit for bit."""
 
+import itertools
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -359,6 +360,31 @@ def test_changed_arguments_are_listed_once(tmp_path: Path, caplog: pytest.LogCap
     caplog.clear()
     run(tmp_path, resume=True, learning_rate=0.5, eval_steps=7)
     assert "Changed since" not in caplog.text
+
+
+@pytest.mark.parametrize("changed", [{"metric_for_best_model": "score"}, {"greater_is_better": True}])
+def test_a_model_that_another_metric_chose_is_not_the_best(
+    tmp_path: Path, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    scores = itertools.count()
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": DATA[:8],
+        "compute_metrics": lambda prediction: {"score": next(scores)},
+        "load_best_model_at_end": True,
+    }
+    first = run(tmp_path, stop=2, **options)
+    assert first.state.best_metric is not None
+    second = run(tmp_path, stop=4, resume=True, **options, **changed)
+    name = f"eval_{changed.get('metric_for_best_model', 'loss')}"
+    values = [row[name] for row in second.state.log_history if name in row and row["step"] > 2]
+    assert second.state.best_metric == max(values)
+    assert second.state.best_global_step > 2
+    assert "was chosen by loss" in caplog.text
+    caplog.clear()
+    run(tmp_path, stop=4, resume=True, **options, **changed)
+    assert "was chosen by" not in caplog.text
 
 
 def test_a_state_that_cannot_be_saved_names_its_callback(tmp_path: Path) -> None:

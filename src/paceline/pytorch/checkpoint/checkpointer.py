@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.checkpoint import folders
 from paceline.checkpoint.layout import DATA, OPTIMIZER, OPTIMIZER_FOLDER, PRECISION, RNG, SCHEDULER, is_sharded
-from paceline.checkpoint.resuming import STATE_FILE, announce_resume, report_changes
+from paceline.checkpoint.resuming import STATE_FILE, announce_resume, forget_other_best, report_changes
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.core.byte_sizes import format_bytes
 from paceline.core.callback_states import restore_callback_states
@@ -375,8 +375,10 @@ class Checkpointer:
         self.load_items(checkpoint, further(self.items))
         progress = read_progress(checkpoint)
         self._restore_callbacks(checkpoint, progress)
+        arguments = self.settings.describe_arguments()
+        forget_other_best(self.state, progress, arguments)
         if self.settings.reports_changes and self.state.is_world_process_zero:
-            report_changes(checkpoint, progress, self.settings.describe_arguments())
+            report_changes(checkpoint, progress, arguments)
         self.hooks.load_rng_state(str(checkpoint))
         announce_resume(self.state, checkpoint)
         return progress
