@@ -60,6 +60,12 @@ def test_metrics_receive_the_loss_of_each_batch(tmp_path: Path) -> None:
     assert np.array_equal(found.inputs, DATA[0])
 
 
+def test_a_loss_among_the_metrics_goes_first(tmp_path: Path) -> None:
+    """As with torch."""
+    trainer = make_trainer(tmp_path, Linear(), None, compute_metrics=lambda prediction: {"loss": 7.0})
+    assert trainer.evaluate(DATA)["eval_loss"] == 7.0
+
+
 @pytest.mark.slow
 def test_evaluations_in_16_bits(tmp_path: Path) -> None:
     """The training is as it was without; only the evaluation computes so."""

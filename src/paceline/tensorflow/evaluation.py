@@ -391,7 +391,7 @@ class Evaluator:
             metrics.update(self.augmented.finish(rows))
         loss = seen.mean_loss()
         if loss is not None:
-            metrics["loss"] = loss
+            metrics.setdefault("loss", loss)  # the user's own goes first
         if seen.num_samples == 0:
             logger.warning("The evaluation yielded no batch: its data is empty, or an exhausted generator.")
         named = prefix_metrics(jsonable(metrics), prefix)

@@ -40,6 +40,14 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+def test_a_loss_among_the_metrics_goes_first(tmp_path: Path) -> None:
+    """As in the Hugging Face Trainer; one with the prefix does not."""
+    for name, expected in (("loss", 7.0), ("eval_loss", None)):
+        options = {"eval_dataset": DATA, "compute_metrics": lambda prediction, name=name: {name: 7.0}}
+        found = make_trainer(tmp_path, Classifier(), **options).evaluate()["eval_loss"]
+        assert (found == 7.0) == (expected is not None)
+
+
 # ---- streaming metrics
 
 

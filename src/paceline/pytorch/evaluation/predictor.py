@@ -153,7 +153,7 @@ class EvaluationLoop:
         if self.augmented is not None:
             metrics.update(self.augmented.finish(gathered))
         if loss is not None:
-            metrics["loss"] = loss
+            metrics.setdefault("loss", loss)  # as in Hugging Face Trainer, the user's own goes first
         return EvalLoopOutput(
             predictions=gathered["predictions"],
             label_ids=gathered["labels"],
