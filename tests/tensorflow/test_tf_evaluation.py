@@ -8,6 +8,7 @@ import pytest
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
 from paceline import EarlyStoppingCallback, EvalPrediction, TFTrainingArguments, TrainerCallback, UnsupportedOption
+from paceline.core.streaming import Accuracy
 from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.session import evaluation_samples
 
@@ -58,6 +59,25 @@ def test_metrics_receive_the_loss_of_each_batch(tmp_path: Path) -> None:
     means = [expected[:4].mean()] * 4 + [expected[4:8].mean()] * 4 + [expected[8:].mean()] * 2
     assert found.losses == pytest.approx(np.array(means), rel=1e-5)
     assert np.array_equal(found.inputs, DATA[0])
+
+
+@pytest.mark.parametrize("calls_each", [False, True])
+def test_predict_returns_rows_whatever_the_metrics(tmp_path: Path, calls_each: bool) -> None:
+    """Also if metrics are computed batch by batch, where an evaluation keeps none."""
+
+    def metric(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
+        return {"last": float(compute_result)}
+
+    options: dict[str, Any] = {
+        "compute_metrics": metric if calls_each else Accuracy(),
+        "batch_eval_metrics": calls_each,
+    }
+    trainer = make_trainer(tmp_path, Linear(), None, per_device_eval_batch_size=4, **options)
+    output = trainer.predict(DATA)
+    assert output.predictions.shape == (10, 3)
+    assert np.array_equal(output.label_ids, DATA[1])
+    assert ("test_last" if calls_each else "test_accuracy") in output.metrics
+    assert trainer.predict(DATA[0]).predictions.shape == (10, 3)  # nothing to compare
 
 
 def test_a_loss_among_the_metrics_goes_first(tmp_path: Path) -> None:

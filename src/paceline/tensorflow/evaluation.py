@@ -233,6 +233,7 @@ class Gathering:
         loss_only: keep only the loss.
         disk_buffer: takes rows that exceed the memory limit.
         extra_rows: the names of further results, with a number for each sample.
+        keeps_all: keep the rows even if metrics are computed batch by batch, because the caller returns them.
     """
 
     compute_metrics: Any
@@ -241,6 +242,7 @@ class Gathering:
     loss_only: bool
     disk_buffer: DiskBuffer
     extra_rows: Sequence[str] = ()
+    keeps_all: bool = False
 
     def __post_init__(self) -> None:
         self.include = self.settings.include
@@ -284,11 +286,12 @@ class Gathering:
         if self.loss_only:
             return
         found = self._keep(features, labels, outputs, None if loss is None or not loss[1] else loss[0] + loss[2])
-        if self.metric is not None and labels is not None:
+        is_streamed = labels is not None and (self.metric is not None or self.calls_each)
+        if is_streamed and self.metric is not None:
             self.metric.update(EvalPrediction(**found))
-            return
-        if self.calls_each and labels is not None:
+        elif is_streamed:
             self.called = self.compute_metrics(EvalPrediction(**found), compute_result=is_last) or self.called
+        if is_streamed and not self.keeps_all:
             return
         for name, value in {**found, **extra}.items():
             self.kept[name].add(value, size)
@@ -362,8 +365,8 @@ class Evaluator:
             prefix: prefix of the metric names.
             is_evaluation: False if labels may be missing.
 
-        Returns: predictions and labels with one row per sample (None if only the loss is requested, or metrics are
-            computed batch by batch), metrics under the prefix, and the number of samples.
+        Returns: predictions and labels with one row per sample (None if only the loss is requested, or an evaluation
+            computes metrics batch by batch), metrics under the prefix, and the number of samples.
 
         Raises:
             Interrupted: a signal requested a stop.
@@ -379,6 +382,7 @@ class Evaluator:
                 loss_only=loss_only,
                 disk_buffer=disk_buffer,
                 extra_rows=() if self.augmented is None else EXTRA_ROWS,
+                keeps_all=not is_evaluation,
             )
             if self.compiled is not None:
                 self.compiled.reset_metrics()
