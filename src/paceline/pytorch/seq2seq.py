@@ -114,10 +114,12 @@ class Seq2SeqTrainer(Trainer):
         `generation_num_beams`.
         """
         settings = dict(gen_kwargs)
-        names_length = any(settings.get(name) is not None for name in ("max_length", "max_new_tokens"))
+        given = [settings, generation.vars_of(settings.get("generation_config"))]
+        names_length = any(each.get(name) is not None for each in given for name in generation.LENGTHS)
         if not names_length and self.args.generation_max_length is not None:
             settings["max_length"] = self.args.generation_max_length
-        if settings.get("num_beams") is None and self.args.generation_num_beams is not None:
+        names_beams = any(each.get("num_beams") is not None for each in given)
+        if not names_beams and self.args.generation_num_beams is not None:
             settings["num_beams"] = self.args.generation_num_beams
         return settings
 
@@ -129,7 +131,8 @@ class Seq2SeqTrainer(Trainer):
             for name, value in (gen_kwargs or current).items()
             if value is not None or name not in ("max_length", "num_beams")  # here None means not given
         }
-        return generation.with_default_length(self.model, {**self._model_settings, **given})
+        settings = generation.with_one_length(self.model, self._model_settings, given)
+        return generation.with_default_length(self.model, settings)
 
     def _warn_of_idle_options(self, who: str, settings: Mapping[str, Any]) -> None:
         names = [name for name, value in settings.items() if value is not None]

@@ -260,6 +260,47 @@ def test_the_same_as_the_reference(tmp_path: Path, kind: str, call: str) -> None
     assert not (found.predictions == -100).any()
 
 
+FIVE = {"max_new_tokens": 5}
+IN_CALL = transformers.GenerationConfig(max_length=6, num_beams=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "expected"),
+    [
+        ({"generation_config": FIVE}, {}, (6, 1)),
+        ({"generation_config": FIVE, "generation_max_length": 9}, {}, (9, 1)),
+        ({"generation_config": FIVE, "generation_max_length": 3}, {}, (3, 1)),
+        ({"generation_config": FIVE}, {"max_length": 8}, (8, 1)),
+        ({"generation_config": {"max_length": 5}}, {"max_new_tokens": 7}, (8, 1)),
+        ({"generation_max_length": 9, "generation_num_beams": 3}, {"generation_config": IN_CALL}, (6, 2)),
+        ({"generation_config": FIVE}, {"generation_config": IN_CALL}, (6, 2)),
+        ({"generation_config": FIVE}, {"generation_config": IN_CALL, "max_length": 4}, (4, 2)),
+    ],
+)
+def test_the_order_of_precedence(
+    tmp_path: Path, options: dict[str, Any], call: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """A length replaces another one in either form: `max_length`, or `max_new_tokens` without the start token."""
+    model: Any = t5()
+    torch.nn.init.normal_(model.get_input_embeddings().weight, generator=torch.Generator().manual_seed(1))
+    widths: list[tuple[int, int]] = []
+    generate, prepare, configs = model.generate, model._prepare_generation_config, list[Any]()
+
+    def note_config(*given: Any, **named: Any) -> Any:
+        found = prepare(*given, **named)
+        configs.append(found[0])
+        return found
+
+    def note_width(**named: Any) -> Any:
+        rows = generate(**named)
+        widths.append((rows.shape[1], configs[-1].num_beams))
+        return rows
+
+    model._prepare_generation_config, model.generate = note_config, note_width
+    ours(tmp_path, model, **options).predict(task(2), **call)
+    assert widths == [expected]
+
+
 def test_ragged_labels(tmp_path: Path) -> None:
     """The same predictions; the loss is ours: the mean over all targets, whatever the batches."""
     data, results = ragged_task(11), []

@@ -23,6 +23,7 @@ from paceline.pytorch.model.signature import innermost
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "generation_config.json"
+LENGTHS = ("max_length", "max_new_tokens")  # two forms of one setting
 DEFAULT_LENGTH = 20  # tokens, if no setting names a length; the documented default of transformers
 # minimum values of integer options, because generation itself detects wrong values late
 LEAST = {
@@ -313,6 +314,28 @@ def read_rows(generated: object, num_samples: int) -> Any:
     return rows.view(num_samples, -1, rows.shape[-1]) if len(rows) % num_samples == 0 else rows
 
 
+def with_one_length(model: nn.Module, base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings with those of a call in place of the base settings.
+
+    A length replaces those that come after it, in whichever of the two forms they are: given both, generation takes
+    `max_new_tokens`. The order is: the settings of the call, a `generation_config` among them, the base settings, the
+    model's config.
+
+    Args:
+        model: the model.
+        base: settings for each call.
+        given: the settings of a call.
+    """
+    config = getattr(find_generator(model), "generation_config", None)
+    sources = [vars_of(source) for source in (given, given.get("generation_config"), base, config)]
+    lengths = [[name for name in LENGTHS if source.get(name)] for source in sources]
+    in_call = lengths[0] or lengths[1]
+    settings = {**{name: value for name, value in base.items() if not in_call or name not in LENGTHS}, **given}
+    if config is not None and in_call == ["max_length"] and any("max_new_tokens" in names for names in lengths):
+        settings["max_new_tokens"] = None
+    return settings
+
+
 def with_default_length(model: nn.Module, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings; an encoder-decoder of transformers gets the default length if no setting names a length.
 
@@ -327,9 +350,14 @@ def with_default_length(model: nn.Module, settings: Mapping[str, Any]) -> dict[s
     return {**settings, "max_length": DEFAULT_LENGTH}
 
 
+def vars_of(source: object) -> Mapping[str, Any]:
+    """Returns the settings in a config or a dict; none of None."""
+    return source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+
+
 def lengths_of(source: object) -> list[int]:
     """Returns the row lengths in tokens, including the start token, that a config or a dict of settings names."""
-    values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
+    values = vars_of(source)
     longest, new = values.get("max_length"), values.get("max_new_tokens")
     return [length for length in (longest, new and new + 1) if length]
 
