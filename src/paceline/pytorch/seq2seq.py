@@ -202,9 +202,9 @@ class Seq2SeqTrainer(Trainer):
             augmentation: as in `Trainer.evaluate`, without generation.
             gen_kwargs: for `generate`: `max_length`, `max_new_tokens` (tokens), `num_beams`, ...
         """
+        self._begin_generation("evaluate() was given", gen_kwargs)
         if augmentation is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, augmentation=augmentation)
-        self._begin_generation("evaluate() was given", gen_kwargs)
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(datasets, dict) or not gen_kwargs:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
@@ -232,9 +232,9 @@ class Seq2SeqTrainer(Trainer):
             augmentation: as in `Trainer.predict`, without generation.
             gen_kwargs: for `generate`, as in `evaluate`.
         """
+        self._begin_generation("predict() was given", gen_kwargs)
         if augmentation is not None:
             return super().predict(test_dataset, ignore_keys, metric_key_prefix, augmentation=augmentation)
-        self._begin_generation("predict() was given", gen_kwargs)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _begin_generation(self, who: str, gen_kwargs: Mapping[str, Any]) -> None:

@@ -141,6 +141,14 @@ def test_sequence_to_sequence_without_generation(tmp_path: Path) -> None:
     assert trainer.predict(DATA, augmentation=TestTimeAugmentation([negate])).agreement.shape == (13,)
 
 
+def test_options_of_generation_without_it_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, Seq2SeqTrainer, compute_metrics=accuracy)
+    for method in (trainer.evaluate, trainer.predict):
+        caplog.clear()
+        method(DATA, augmentation=TestTimeAugmentation([negate]), num_beams=2)
+        assert "was given num_beams for generation, and nothing is generated" in caplog.text
+
+
 def test_generation_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.args.predict_with_generate = True
