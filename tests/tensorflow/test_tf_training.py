@@ -65,6 +65,38 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         return DATA[0][4 * index : 4 * index + 4], DATA[1][4 * index : 4 * index + 4]
 
 
+class Shuffled(Batches):
+    """Changes its order at the end of each epoch, as the documentation of Keras shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.order = np.random.default_rng(3), np.arange(18)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.order[4 * index : 4 * index + 4]
+
+    def on_epoch_end(self) -> None:
+        self.generator.shuffle(self.order)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_batches_that_change_their_order_are_resumed_in_it(seed: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    def source() -> Any:
+        return make_source(Shuffled(), batch_size=4, seed=seed)
+
+    whole = source()
+    epochs = [[batch.tolist() for batch in whole.read(epoch)] for epoch in range(3)]
+    assert epochs[1] != epochs[2]
+    resumed = source()
+    next(resumed.read(0))  # looked at before, as for the shapes of a batch
+    assert [batch.tolist() for batch in resumed.read(2, 8, 2)] == epochs[2][2:]
+    resumed.warn_of_order()
+    assert "Shuffled has on_epoch_end" in caplog.text
+    caplog.clear()
+    make_source(Batches(), batch_size=4, seed=seed).warn_of_order()
+    assert not caplog.text
+
+
 def samples() -> Iterator[Any]:
     return iter([{"x": x, "label": int(y)} for x, y in zip(*DATA, strict=True)])
 

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
 READS_OWN = "paceline_source"  # on a tf.data.Dataset made from a source: read that source instead
+EPOCH_METHODS = ("on_epoch_begin", "on_epoch_end")
 # operations that unbatch, or whose function determines what their elements are
 MAKE_SAMPLES = ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave", "Window")
 
@@ -143,14 +144,38 @@ class OwnBatches(Source):
         self.is_endless = self.num_batches is None
         is_shuffled = seed is not None and not self.is_endless
         self.settings = {"kind": "random", "seed": seed} if is_shuffled else {"kind": "sequential"}
+        self.num_reads = 0  # epochs whose end the data was told of; each may have changed its order
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         size = self.num_batches or 0
         order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
+        while self.num_reads < epoch:
+            self.dataset.on_epoch_begin()
+            self.dataset.on_epoch_end()
+            self.num_reads += 1
         self.dataset.on_epoch_begin()
         for number in itertools.count(batches) if self.is_endless else order[batches:].tolist():
             yield self.dataset[number]
         self.dataset.on_epoch_end()
+        self.num_reads = epoch + 1
+
+    def go_on_from(self, other: Source | None) -> None:
+        """Adopts the number of epochs that another source has told the same data of."""
+        if isinstance(other, OwnBatches):
+            self.num_reads = other.num_reads
+
+    def warn_of_order(self) -> None:
+        """Warns if the data may change its own order between epochs."""
+        kind = type(self.dataset)
+        names = [name for name in EPOCH_METHODS if getattr(kind, name) is not getattr(keras.utils.PyDataset, name)]
+        if names:
+            logger.warning(
+                "%s has %s, which is called once for each epoch before the one that is resumed: if it changes the "
+                "order of the samples with random numbers other than those of its own seeded generator, samples are "
+                "seen twice or never.",
+                kind.__name__,
+                " and ".join(names),
+            )
 
 
 class TensorData(Source):
