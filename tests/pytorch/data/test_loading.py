@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
+from paceline.pytorch.data.data_shard import DataShard
 from paceline.pytorch.data.loading import (
     KeptLoaders,
     StatefulDataIterator,
@@ -17,6 +26,7 @@ from paceline.pytorch.data.loading import (
     loader_length,
     make_loader,
     sample_count,
+    split_loader,
 )
 from paceline.pytorch.data.sampling import make_train_sampler, random_sampler
 
@@ -143,6 +153,25 @@ def test_a_users_batch_sampler_keeps_its_batches() -> None:
     feed.load_state_dict({**state, "consumed": 5})
     feed.start_epoch(0)
     assert [batch.tolist() for batch in feed.draw()[0]] == [[5], [6, 7, 8]]
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of the user's own, which is none of torch's."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3], [4, 5], [6]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("batches", [Pairs(), list(Pairs())])
+def test_the_batches_of_a_users_loader_are_split_as_they_are(batches: Any) -> None:
+    data: Any = torch.arange(7)  # a tensor takes a list of indices as well as a number
+    for rank in (0, 1):
+        loader = split_loader(DataLoader(data, batch_sampler=batches), DataShard(rank, 2, (1,)), 0)
+        assert read(loader) == list(batches)[rank::2]
+        assert len(loader) == 2
 
 
 def test_a_users_sampler_is_used() -> None:

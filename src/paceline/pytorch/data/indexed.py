@@ -292,7 +292,7 @@ class IndexedLoader(DataLoader[Any]):
     The attributes are those of the DataLoader that a user would have built. With workers or pinned memory, batches come
     from an inner DataLoader over `IndexBatches` and, with workers, `SeededItems`. Otherwise this process reads them,
     and augmentation draws from its generators as usual. If several processes share the data, the sampler yields the
-    common order, and each process reads its shard.
+    common order, and each process reads its shard. With `gives_batches`, a sampler of any class yields batches.
     """
 
     def __init__(
@@ -306,9 +306,10 @@ class IndexedLoader(DataLoader[Any]):
         seed: int,
         options: dict[str, Any],
         data_shard: DataShard | None = None,
+        gives_batches: bool = False,
     ) -> None:
         is_per_rank = isinstance(sampler, RankBatches)
-        gives_batches = is_per_rank or isinstance(sampler, BatchSampler)
+        gives_batches = gives_batches or is_per_rank or isinstance(sampler, BatchSampler)
         if gives_batches:
             shape: dict[str, Any] = {"batch_sampler": sampler}
         else:

@@ -191,6 +191,7 @@ def split_loader(
     own = IndexedLoader(
         loader.dataset,
         sampler=batch_sampler if gives_batches else sampler,
+        gives_batches=gives_batches,
         batch_size=loader.batch_size or 1,
         drop_last=loader.drop_last,
         collate=loader.collate_fn,
