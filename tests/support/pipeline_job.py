@@ -103,6 +103,15 @@ class RecordGradients(TrainerCallback):
             self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
+class ThawsEmbedding(TrainerCallback):
+    """Gives the embedding, which was frozen, to the optimizer after two updates."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            weight = model.embedding.weight.requires_grad_(True)
+            kwargs["optimizer"].add_param_group({"params": [weight]})
+
+
 class Ragged:
     """Pads the samples of a batch to the longest: the batches of an update have different shapes."""
 
@@ -203,6 +212,13 @@ def padded(number: int, seed: int = 1) -> list[dict[str, Tensor]]:
     return samples
 
 
+def thawed(folder: Path, size: int) -> Result:
+    """The first stage and the last share a weight that is trained from the third update on."""
+    model = Deep(tied=True)
+    model.embedding.weight.requires_grad_(False)
+    return train(folder, size, model, {}, callbacks=[RecordGradients(), ThawsEmbedding()])
+
+
 def llama(folder: Path, size: int, **options: Any) -> Result:
     tied = bool(options.pop("tied", False))
     return train(folder, size, decoder(tied), {}, data=padded(53), eval_dataset=padded(17, seed=3), **options)
@@ -214,6 +230,7 @@ SCENARIOS: dict[str, Callable[[Path, int], Result]] = {
     "interleaved": lambda folder, size: train(folder, size, Deep(), {"schedule": "interleaved_1f1b"}),
     "one batch": lambda folder, size: train(folder, size, Deep(), {}, **split(1)),
     "tied": lambda folder, size: train(folder, size, Deep(tied=True), {}),
+    "thawed": thawed,
     "shapes": lambda folder, size: train(folder, size, Deep(), {}, data_collator=Ragged()),
     "own loss": lambda folder, size: train(folder, size, Deep(), {}, cls=OwnLoss),
     "function": lambda folder, size: train(folder, size, Deep(), {}, compute_loss_func=by_function),

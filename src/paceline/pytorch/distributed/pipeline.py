@@ -479,12 +479,12 @@ class Pipelined(SingleDevice):
             holders = [stage % self.size for stage in self.layout.owners[name]]
             if holders[0] == self.rank:
                 self._counted.append(parameter)
-            if len(set(holders)) > 1 and parameter.requires_grad:
+            if len(set(holders)) > 1:
                 self._tied.append((parameter, self.rank in holders))
 
     def _sum_tied(self) -> None:
-        """Sums the gradients of parameters that several processes hold."""
-        for parameter, is_here in self._tied:
+        """Sums the gradients of trained parameters that several processes hold."""
+        for parameter, is_here in (each for each in self._tied if each[0].requires_grad):
             value = parameter.grad if is_here else None
             if value is None:
                 value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
