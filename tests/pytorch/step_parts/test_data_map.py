@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
 
-from paceline import Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
+from paceline import MixedDataset, Trainer, TrainerCallback, TrainingArguments, UnsupportedOption
 from paceline.predictions.data_map import SUMS, DataMap
 
 
@@ -212,6 +212,9 @@ def test_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedOption, match=message):
             run(tmp_path, **options)
+    mixed = Trainer(Linear(), args, train_dataset=MixedDataset({"a": rows(4), "b": rows(9)}))
+    with pytest.raises(UnsupportedOption, match="a MixedDataset has another sample in each epoch"):
+        mixed.train()
     silent = Trainer(Silent(), args, train_dataset=rows())
     with pytest.raises(ValueError, match="which data_map=True needs"):
         silent.train()

@@ -49,6 +49,12 @@ def check_run(options: Options, loader: object) -> None:
     if obstacle is None and options.linear_cross_entropy not in (False, "auto"):
         given = options.linear_cross_entropy
         obstacle = f"needs logits, and linear_cross_entropy={given!r} saves them: set it to False."
+    dataset: Any = getattr(loader, "dataset", None)
+    if getattr(dataset, "changes_by_epoch", False):
+        obstacle = (
+            f"follows each index of the dataset, at which a {type(dataset).__name__} has another sample in each epoch: "
+            "leave it out, or give a dataset that stays the same, such as torch's ConcatDataset of the sources."
+        )
     if obstacle is not None:
         raise UnsupportedOption(f"data_map=True {obstacle}")
 
