@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from paceline.args.choices import OptimizerNames
+from paceline.args.errors import UnsupportedOption
 from paceline.core.apex import has_apex, require_apex
 from paceline.pytorch.optim.layerwise import LayerwiseOptimizer, check_run
 from paceline.pytorch.optim.libraries import EXTRA_OF, FROM_LIBRARIES, projected
 from paceline.pytorch.optim.low_rank import apply_targets, find_targets, low_rank_groups
 from paceline.pytorch.optim.modes import evaluation_weights, switch_optimizer
 from paceline.pytorch.optim.optimizers import OPTIMIZERS, create_optimizer, resolve_optimizer
+from paceline.pytorch.optim.shards import check_shards
 from paceline.pytorch.optim.states import ExactState, with_mixins
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -425,3 +427,14 @@ def test_warmup_as_a_share_needs_a_length(caplog: pytest.LogCaptureFixture) -> N
     args.get_warmup_steps = lambda steps: 5
     assert settings(args)["warmup_steps"] == 5
     assert "lr_scheduler_type='constant'" in caplog.text
+
+
+def test_steps_in_the_order_of_all_parameters_are_refused_in_a_stage() -> None:
+    """The parameters of other stages of a pipeline have no values."""
+    ordered: Any = type("GrokAdamW", (torch.optim.SGD,), {"__module__": "grokadamw.grokadamw"})
+    here, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
+    for parameters in ([here], [elsewhere]):
+        check_shards(ordered(parameters, lr=0.1), "grokadamw")
+    check_shards(torch.optim.SGD([here, elsewhere], lr=0.1), "sgd")
+    with pytest.raises(UnsupportedOption, match=r"optim='grokadamw' \(GrokAdamW\) in a pipeline is not supported"):
+        check_shards(ordered([here, elsewhere], lr=0.1), "grokadamw")
