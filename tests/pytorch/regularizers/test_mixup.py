@@ -2,6 +2,7 @@
 
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline import CutMix, Mixup, Trainer, TrainerCallback, UnsupportedOption
+from paceline.args.mesh import Mesh
+from paceline.pytorch.regularizers.mixing import Mixing
 
 DATA = classification(22)  # micro-batches of 4: the last one has 2
 CLASSES = 4
@@ -359,6 +362,14 @@ def test_an_image_classifier_of_transformers(tmp_path: Path, regularizers: str) 
         found.append(losses(trainer))
         assert all(np.isfinite(found[-1]))
     assert found[0][0] != found[1][0]
+
+
+@pytest.mark.parametrize("axis", ["cp", "sp"])
+def test_sequences_in_shards_are_refused(axis: str) -> None:
+    settings = Mixup(on="embeddings")
+    context: Any = SimpleNamespace(settings=(settings,), strategy=SimpleNamespace(mesh=Mesh(**{axis: 2})))
+    with pytest.raises(UnsupportedOption, match="mixup is not supported with context or sequence parallelism"):
+        Mixing(settings, context)
 
 
 def test_a_training_step_without_the_mixing_is_refused(tmp_path: Path) -> None:

@@ -55,10 +55,18 @@ class Mixing(RegularizerPass):
     Args:
         settings: a Mixup or a CutMix.
         context: the parts of the run.
+
+    Raises:
+        UnsupportedOption: sequences are split over processes.
     """
 
     def __init__(self, settings: Mixup | CutMix, context: Context) -> None:
         super().__init__(settings, context)
+        if context.strategy.mesh.num_parts > 1:
+            raise UnsupportedOption(
+                f"regularizers: {settings.name} is not supported with context or sequence parallelism, where no "
+                "process has the outputs of whole sequences: use another axis of parallel, or leave it out."
+            )
         mixers = [each.name for each in context.settings if isinstance(each, Mixup | CutMix)]
         self._place, self._num_mixers = mixers.index(settings.name), len(mixers)
         self._own_loss = OwnLoss(settings.name)
