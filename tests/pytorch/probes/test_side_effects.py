@@ -120,6 +120,32 @@ def test_batches_that_user_code_changes_in_place(tmp_path: Path, regularizers: A
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
+class Momentum(Classifier):
+    """Each pass moves the frozen weights of a second layer towards those of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(8, 16).requires_grad_(False)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        with torch.no_grad():
+            for slow, own in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+                slow.lerp_(own, 0.1)
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("regularizers", [None, [SAM(0.05)]], ids=["plain", "sam"])
+def test_a_momentum_encoder_moves_once_for_each_micro_batch(tmp_path: Path, regularizers: Any) -> None:
+    model, by_hand = Momentum(), Momentum()
+    options = {"gradient_accumulation_steps": 2, "learning_rate": 0.0, "max_steps": 3, "regularizers": regularizers}
+    trainer = make_trainer(tmp_path, model, classification(24), **options)
+    trainer.find_lr(num_steps=10)
+    trainer.train()
+    for _ in range(3 * 2):
+        by_hand(torch.zeros(1, 8))
+    torch.testing.assert_close(model.slow.weight, by_hand.slow.weight)
+
+
 def test_a_loss_function_with_a_closure(tmp_path: Path) -> None:
     calls, seen = 0, []
 

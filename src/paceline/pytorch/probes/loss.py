@@ -1,9 +1,9 @@
 """Extra forward passes without side effects that detect the reduction of a loss.
 
-The passes run without gradients, and restore the random generators, buffers and modes of the modules afterwards. A pass
-has at most as many rows as a training step (two, if micro-batches hold one sample). For a loss that looks like a sum, a
-pass takes several copies of a batch, limited by the bytes of outputs that a step holds. No outputs are kept, so a pass
-needs less memory than the step's own forward and backward passes.
+The passes run without gradients, and restore the random generators, buffers, frozen parameters (of a momentum encoder)
+and modes of the modules afterwards. A pass has at most as many rows as a training step (two, if micro-batches hold one
+sample). For a loss that looks like a sum, a pass takes several copies of a batch, limited by the bytes of outputs that
+a step holds. No outputs are kept, so a pass needs less memory than the step's own forward and backward passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.pytorch.model.reductions import (
     tolerance_of,
     with_ignored,
 )
-from paceline.pytorch.probes.side_effects import undoing
+from paceline.pytorch.probes.side_effects import frozen_that_may_change, undoing
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Part:
 
 @contextmanager
 def leaving_no_trace(model: nn.Module) -> Iterator[None]:
-    """Disables gradients and compilation; restores random generators, buffers and modes afterwards."""
+    """Disables gradients and compilation; restores random generators, buffers, frozen parameters and modes."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -72,6 +72,7 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    frozen = [(parameter, parameter.detach().clone()) for parameter in frozen_that_may_change(model)]
     # without gradients, a pass of DistributedDataParallel would broadcast buffers now instead of in the next step
     syncs = getattr(model, "require_forward_param_sync", None)
     if syncs is not None:
@@ -91,6 +92,9 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(value)
+        for parameter, value in frozen:
+            with torch.no_grad():
+                parameter.copy_(value)
 
 
 @dataclass(eq=False)

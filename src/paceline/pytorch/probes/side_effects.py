@@ -42,6 +42,17 @@ def undoing(owners: Iterable[Any]) -> Iterator[None]:
         memory.put_back()
 
 
+def frozen_that_may_change(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the frozen parameters, which a forward pass may change, as those of a momentum encoder.
+
+    None if they are more than the trained ones, as below adapters: copies would need more memory than the gradients.
+    """
+    known = [each for each in model.parameters() if each.is_floating_point() and not nn.parameter.is_lazy(each)]
+    frozen = [each for each in known if not each.requires_grad]
+    number = sum(each.numel() for each in frozen)
+    return frozen if number <= sum(each.numel() for each in known if each.requires_grad) else []
+
+
 class Memory:
     """Recorded values, and how to restore them."""
 

@@ -24,6 +24,7 @@ from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine
 from paceline.pytorch.model.tensor_parts import is_dtensor
 from paceline.pytorch.optim.layerwise import steps_in_backward
+from paceline.pytorch.probes.side_effects import frozen_that_may_change
 from paceline.pytorch.regularizers.passes import Context, RegularizerPass
 from paceline.pytorch.sync import RunWindow
 
@@ -34,8 +35,8 @@ class SharpnessAware(RegularizerPass):
     """Runs each window twice: at the weights, and at weights nearby where the loss is higher.
 
     Both times draw the same random numbers (dropout masks). The second time leaves no trace in buffers, such as the
-    statistics of batch norm. The loss that is logged is that at the weights; the norm of the gradient that is logged
-    and clipped is that of the second time.
+    statistics of batch norm, and in frozen parameters, such as those of a momentum encoder. The loss that is logged is
+    that at the weights; the norm of the gradient that is logged and clipped is that of the second time.
 
     Args:
         settings: a SAM.
@@ -68,7 +69,7 @@ class SharpnessAware(RegularizerPass):
         again = [replace(each, batch=recast(copy.copy(each.batch), torch.clone)) for each in passes]
         with preserved_rng():
             losses = call(engine, passes)
-        with self.moved(strategy.parameters), unchanged_buffers(model), engine.unobserved():
+        with self.moved(strategy.parameters), unchanged(model), engine.unobserved():
             strategy.clear_gradients()
             call(engine, again)
         return losses
@@ -108,12 +109,13 @@ class SharpnessAware(RegularizerPass):
 
 
 @contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restores the values of the model's buffers afterwards."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restores the values of the model's buffers, and of frozen parameters that forward may change, afterwards."""
+    tensors = [*model.buffers(), *frozen_that_may_change(model)]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for tensor, value in before:
+                tensor.copy_(value)

@@ -15,7 +15,7 @@ from paceline.args.places import WITHOUT_OUTPUT
 from paceline.pytorch.data.stream import start_of
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.probes.side_effects import undoing
+from paceline.pytorch.probes.side_effects import frozen_that_may_change, undoing
 
 OPTIONS: dict[str, Any] = {
     **WITHOUT_OUTPUT,
@@ -59,10 +59,12 @@ def check_one_process(method: str, strategy: SingleDevice) -> None:
 def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
     """Restores everything that training changes on exit.
 
-    These are trained parameters, gradients, buffers, training modes, plain attributes of modules (counters), optimizer
-    state, the position of the data and the random generators. Copies are held in host memory.
+    These are trained parameters, frozen ones that forward may change, gradients, buffers, training modes, plain
+    attributes of modules (counters), optimizer state, the position of the data and the random generators. Copies are
+    held in host memory.
     """
-    trained = [(tensor, on_host(tensor)) for tensor in model.parameters() if tensor.requires_grad]
+    trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    parameters = [(tensor, on_host(tensor)) for tensor in (*trained, *frozen_that_may_change(model))]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     # a forward pass may assign another tensor to the name of a buffer
     buffers = [
@@ -79,7 +81,7 @@ def unchanged(model: nn.Module, optimizer: Any, data: Any) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for tensor, value in trained:
+            for tensor, value in parameters:
                 tensor.copy_(value)
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
