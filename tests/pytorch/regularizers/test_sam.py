@@ -71,6 +71,23 @@ def test_weights_are_restored_bit_for_bit_and_events_fire_once(tmp_path: Path) -
     assert watch.events == ["substep"] * 3  # two micro-batches a step
 
 
+class Assigning(Classifier):
+    """Counts its passes in a buffer that it assigns, in a training pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        self.passes = self.passes + self.training
+        return super().forward(x, labels)
+
+
+def test_a_buffer_that_a_pass_assigns_is_that_of_the_first_time(tmp_path: Path) -> None:
+    trainer = train(tmp_path, Assigning(), [SAM(0.3)], max_steps=3, gradient_accumulation_steps=1)
+    assert int(trainer.model.passes) == 3
+
+
 def test_an_error_in_the_second_time_restores_the_weights(tmp_path: Path) -> None:
     class Broken(Classifier):
         calls = 0

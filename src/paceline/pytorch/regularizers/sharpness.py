@@ -111,11 +111,15 @@ class SharpnessAware(RegularizerPass):
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restores the values of the model's buffers, and of frozen parameters that forward may change, afterwards."""
-    tensors = [*model.buffers(), *frozen_that_may_change(model)]
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    # a forward pass may assign another tensor to the name of a buffer
+    places = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    tensors = [buffer for _, _, buffer in places if buffer is not None]
+    before = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *frozen_that_may_change(model))]
     try:
         yield
     finally:
+        for buffers, name, buffer in places:
+            buffers[name] = buffer
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
