@@ -143,6 +143,45 @@ def test_tied_weights_have_their_whole_gradient_or_are_refused(tmp_path: Path) -
     train(tmp_path, Tied(True), [settings], data, bf16=True, **options)
 
 
+class Padded(nn.Module):
+    """Its padding token is in the mean of each sample, and is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.head(torch.tanh(self.embedding(input_ids)).mean(1))
+        return functional.cross_entropy(logits, labels), logits
+
+
+@pytest.mark.parametrize("norm", [0.1, 1e6], ids=["clipped", "whole"])
+def test_the_embedding_of_padding_is_no_part_of_the_gradient(tmp_path: Path, norm: float) -> None:
+    data = [{"input_ids": row["input_ids"] % 3, "labels": row["input_ids"].sum() % 4} for row in tagging(8)]
+    settings = DPSGD(norm, noise_multiplier=TINY_NOISE / norm, delta=1e-3)
+    trainer = train(tmp_path, Padded(), [settings], data, max_steps=2)
+    twin = Padded()
+    reference(twin, lambda model, batch: model(**batch)[0], data, norm, 4, 2)
+    torch.testing.assert_close(weights(trainer.model), weights(twin), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_taken(tmp_path: Path) -> None:
+    """That of the bias of the keys of attention."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    ids = torch.arange(7)
+    data = [{"input_ids": row["input_ids"], "position_ids": ids, "token_type_ids": 0 * ids} for row in tagging(8)]
+    data = [{**row, "labels": row["input_ids"].sum() % 2} for row in data]
+    trainer = train(
+        tmp_path, transformers.BertForSequenceClassification(config), [DPSGD(noise_multiplier=1.0, delta=1e-3)], data
+    )
+    assert trainer.state.global_step > 1
+
+
 def test_the_noise(tmp_path: Path) -> None:
     """Its standard deviation is sigma C / samples, and it is drawn anew in each step."""
 

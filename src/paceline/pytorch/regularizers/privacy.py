@@ -11,6 +11,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -199,9 +200,13 @@ class PrivateGradients(RegularizerPass):
         if self._batches is not None:
             self._batches.use_key(self._key)  # after a resume, that of the checkpoint
         hooks = hooks_of(model, loss_reduction="sum")
+        samplers = hooks_of.GRAD_SAMPLERS
+        of_embedding = samplers[nn.Embedding]
+        samplers[nn.Embedding] = partial(without_padding, of_embedding)
         try:
             yield
         finally:
+            samplers[nn.Embedding] = of_embedding
             hooks.cleanup()
             for module in model.modules():
                 for name in ("activations", "max_batch_len"):  # left by a pass that an error interrupted
@@ -387,6 +392,14 @@ class PrivateGradients(RegularizerPass):
         """Restores the account and the key."""
         self.account.load_state_dict(state)
         self._key = int(state["key"])
+
+
+def without_padding(sampler: Callable[..., dict[Any, Tensor]], layer: nn.Embedding, *inputs: Any) -> dict[Any, Tensor]:
+    """Returns the gradients of the samples of an embedding, zero for the padding token, which Opacus counts."""
+    found = sampler(layer, *inputs)
+    if layer.padding_idx is not None and layer.weight in found:
+        found[layer.weight][:, layer.padding_idx] = 0
+    return found
 
 
 class AfterEachPass:
