@@ -148,6 +148,24 @@ def test_each_member_has_its_own_statistics_of_batch_norm(tmp_path: Path, smooth
         assert_same(module, alone(trainer, number, tmp_path, model_init=NormedConvolution).model)
 
 
+class Scaled(Fresh):
+    """With a parameter that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.scale * super().logits(x)
+
+
+def test_a_parameter_without_dimensions_is_trained(tmp_path: Path) -> None:
+    trainer = members_of(tmp_path, options={"max_grad_norm": 0.5}, model_init=Scaled)
+    trainer.train()
+    for number, module in enumerate(trainer.modules()):
+        assert_same(module, alone(trainer, number, tmp_path, model_init=Scaled).model)
+
+
 def test_a_member_that_has_stopped_keeps_its_statistics_of_batch_norm(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score", "save_strategy": "steps"}
     options |= {"save_steps": 1, "max_steps": 6}

@@ -143,6 +143,30 @@ def test_tied_weights_have_their_whole_gradient_or_are_refused(tmp_path: Path) -
     train(tmp_path, Tied(True), [settings], data, bf16=True, **options)
 
 
+class Scale(nn.Module):
+    """A module whose parameter has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def test_a_parameter_without_dimensions_is_clipped_with_the_others(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = Classifier()
+        made.second = nn.Sequential(made.second, Scale())  # type: ignore[assignment]
+        return made
+
+    settings = DPSGD(0.3, noise_multiplier=TINY_NOISE / 0.3, delta=1e-3)
+    trainer = train(tmp_path, model(), [settings], max_steps=2)
+    twin = model()
+    reference(twin, of_classes, DATA, 0.3, 4, 2)
+    torch.testing.assert_close(weights(trainer.model), weights(twin), rtol=1e-4, atol=1e-5)
+
+
 class Padded(nn.Module):
     """Its padding token is in the mean of each sample, and is not trained."""
 

@@ -130,7 +130,8 @@ class MemberOptimizer(Optimizer):
 
     def _clip(self, parameters: list[Tensor]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        each = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
+        # a parameter without dimensions is stacked to (members,)
+        each = [torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in gradients]
         self.norms = torch.linalg.vector_norm(torch.stack(each), dim=0)
         if self.max_grad_norm > 0:
             factors = (self.max_grad_norm / (self.norms + 1e-6)).clamp_(max=1.0)

@@ -274,7 +274,7 @@ class PrivateGradients(RegularizerPass):
         number = self.context.num_steps() + 1
         if number & (number - 1) == 0:  # 1, 2, 4, 8, ...
             self._check_sums(parameters, gradients)
-        norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0) * scale
+        norms = torch.stack([sample_norms(each) for each in gradients]).norm(dim=0) * scale
         factors = (self.settings.max_grad_norm / (norms + TINY)).clamp(max=1.0) * scale
         for parameter, gradient in zip(parameters, gradients, strict=True):
             clipped = torch.tensordot(factors.to(gradient.dtype), gradient, dims=1)
@@ -324,11 +324,14 @@ class PrivateGradients(RegularizerPass):
             UnsupportedOption: a weight is used outside of the module that holds it, where Opacus' hooks see nothing.
         """
         autocasts = self.context.strategy.precision.autocasts
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        sizes = torch.stack([sample_norms(each) for each in gradients])
+        # some gradients are zero but for rounding, as that of the bias of keys in attention
+        sizes = torch.maximum(sizes.sum(1), 0.1 * sizes.norm(dim=0).sum())
+        for parameter, gradient, size in zip(parameters, gradients, sizes, strict=True):
             assert parameter.grad is not None
             whole = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             rounding = HALF_ROUNDING if autocasts or gradient.dtype.itemsize <= 2 else ROUNDING
-            if bool((gradient.sum(0) - whole).norm() > rounding * gradient.flatten(1).norm(dim=1).sum()):
+            if bool((gradient.sum(0) - whole).norm() > rounding * size):
                 raise UnsupportedOption(
                     f"{NAME}: the gradients of samples that Opacus found for {self._name_of(parameter)!r} do not add "
                     "up to its gradient: the weight is also used outside of the module that holds it, as in "
@@ -392,6 +395,12 @@ class PrivateGradients(RegularizerPass):
         """Restores the account and the key."""
         self.account.load_state_dict(state)
         self._key = int(state["key"])
+
+
+def sample_norms(gradients: Tensor) -> Tensor:
+    """Returns the norms of the gradients of samples, `(samples, ...)`, for one parameter."""
+    norms: Tensor = gradients.reshape(len(gradients), -1).norm(dim=1)
+    return norms
 
 
 def without_padding(sampler: Callable[..., dict[Any, Tensor]], layer: nn.Embedding, *inputs: Any) -> dict[Any, Tensor]:
