@@ -207,6 +207,24 @@ def test_batches_out_of_order_are_warned_about(caplog: pytest.LogCaptureFixture)
     assert "dataloader_in_order=False" in caplog.text
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_length_of_a_stream_that_workers_share(num_workers: int, train: bool, drop_last: bool) -> None:
+    """Each worker has a last batch of its own."""
+    for num_samples in (9, 13):
+        loader = make_loader(
+            SizedStream(num_samples),
+            batch_size=4,
+            sampler=None,
+            collate=torch.tensor,
+            args=arguments(dataloader_num_workers=num_workers, dataloader_drop_last=drop_last),
+            train=train,
+            seed=0,
+        )
+        assert len(loader) == len(list(loader))
+
+
 class SlowAtFirst:
     """Its first batch takes longer than all others."""
 

@@ -264,6 +264,13 @@ class StreamLoader(DataLoader[Any]):
                 logger.info("The rest of this epoch is read in the %d parts that it was begun in.", max(saved, 1))
         self._resume = dict(position)
 
+    def __len__(self) -> int:
+        """Returns the number of batches in a pass; raises TypeError if the stream has no length."""
+        number, readers, size = len(self.dataset), max(self.num_workers, 1), self.batch_size or 1  # type: ignore[arg-type]
+        turns, rest = divmod(number, readers * self.block)
+        shares = [turns * self.block + min(max(rest - worker * self.block, 0), self.block) for worker in range(readers)]
+        return sum(share // size if self.drop_last else -(-share // size) for share in shares)
+
     def standing(self) -> dict[str, Any] | None:
         """Returns the position of a stream between two passes.
 
