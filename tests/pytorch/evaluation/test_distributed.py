@@ -8,8 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
-from paceline.pytorch.evaluation.distributed import PipelineEvaluation
+from paceline.pytorch.evaluation.distributed import PipelineEvaluation, warn_of_repeats
+
+DATA: Any = list(range(8))
+
+
+def test_a_loader_that_each_process_reads_as_a_whole_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    split = DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))
+    for loader, num_shares in ((DataLoader(DATA), 1), (split, 2), ([[0], [1]], 2)):
+        warn_of_repeats(loader, num_shares)
+    assert not caplog.text
+    warn_of_repeats(DataLoader(DATA), 2)
+    assert "each of the 2 processes reads all of it" in caplog.text
+    assert "accelerator.prepare" in caplog.text
 
 
 @pytest.mark.parametrize("told", [(1.5, torch.float64), None])

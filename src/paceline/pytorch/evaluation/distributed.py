@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from paceline.core.disk_buffer import DiskBuffer
 from paceline.core.methods import is_ours
 from paceline.core.rows import RowCollector, map_nest
 from paceline.core.signals import Interrupted, StopSignals
+from paceline.pytorch.data.loading import is_split
 from paceline.pytorch.distributed.collectives import gather_objects, share_object, sum_floats, sum_ints
 from paceline.pytorch.distributed.world import World
 from paceline.pytorch.evaluation.loss_sum import LossSum
@@ -36,6 +38,10 @@ UNKNOWN_MULTIPLE = (
     "Whether compute_loss multiplies by the number of processes in an evaluation could not be seen, as without "
     "num_items_in_batch its loss is no mean: the losses are used as they are, and are too high by that factor if it "
     "does. Multiply only if model.training is set."
+)
+NOT_SPLIT = (
+    "The evaluation loader is the Trainer's own, and each of the %d processes reads all of it: samples count, and are "
+    "returned, several times. Pass it through trainer.accelerator.prepare()."
 )
 CHUNK_BYTES = 2**26  # maximum bytes of predictions that a process sends at a time
 
@@ -145,6 +151,7 @@ class DistributedEvaluation(EvaluationLoop):
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yields (batch, is_last) for each round; the batch is None if this process has none left."""
+        warn_of_repeats(loader, self.strategy.mesh.data_size)
         iterator = iter(loader)
         held = next(iterator, None)
         while True:
@@ -282,6 +289,14 @@ class PipelineEvaluation(DistributedEvaluation):
                 loss = super()._loss_of(batch, num_items)
         told = self.strategy.share_from_last(None if loss is None else (float(loss), loss.dtype))
         return None if told is None else torch.tensor(told[0], dtype=told[1])
+
+
+def warn_of_repeats(loader: object, num_shares: int) -> None:
+    """Warns of a user's own loader that each of `num_shares` processes, which read different data, reads as a whole."""
+    if num_shares == 1 or not isinstance(loader, DataLoader) or is_split(loader):
+        return
+    if getattr(loader.dataset, "_distributed", None) is None:  # set by `split_dataset_by_node`
+        logger.warning(NOT_SPLIT, num_shares)
 
 
 def to_tensor(array: Any, device: torch.device) -> Any:
