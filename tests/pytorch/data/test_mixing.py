@@ -12,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import Classifier, classification, make_trainer, weights
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
 
 from paceline import MixedDataset, MixedStream, TrainerCallback, TrainingArguments
+from paceline.pytorch.data.parts import Share, Watch, acting_as
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 
@@ -125,6 +127,49 @@ class Positioned(Counting):
 def stream(kind: type[Counting], stop: str, sizes: tuple[int, ...] = (5, 17, 9)) -> MixedStream:
     sources = {f"s{owner}": kind(f"s{owner}", size) for owner, size in enumerate(sizes)}
     return MixedStream(sources, {"s0": 1.0, "s1": 2.0, "s2": 1.0}, stop=stop, seed=3)
+
+
+class Eager(Counting):
+    """Chooses its part as soon as it is opened."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter([(self.name, number, self.epoch) for number in range(first, self.size, step)])
+
+
+class Lazy(Eager):
+    """Chooses it when the first sample is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+def read_by_two(mixture: MixedStream) -> list[Any]:
+    """Returns the samples that two workers read."""
+    found: list[Any] = []
+    for worker in (0, 1):
+        info: Any = WorkerInfo(id=worker, num_workers=2, seed=0, dataset=mixture)
+        watch = Watch(info)
+        with acting_as(info):
+            found += Share(iter(mixture), watch, worker, 2)
+    return found
+
+
+@pytest.mark.parametrize("kinds", [(Counting, Positioned), (Eager, Lazy), (Lazy, Lazy)])
+def test_workers_repeat_no_sample(kinds: tuple[type[Counting], type[Counting]]) -> None:
+    mixture = MixedStream({"a": kinds[0]("a", 20), "b": kinds[1]("b", 20)})
+    found = read_by_two(mixture)
+    assert {name for name, *_ in found} == {"a", "b"}
+    assert set(Counter(found).values()) == {1}
+
+
+@pytest.mark.parametrize("kinds", [(Counting, Lazy), (Eager, Positioned)])
+def test_sources_that_workers_would_repeat_are_refused(kinds: tuple[type[Counting], type[Counting]]) -> None:
+    mixture = MixedStream({"a": kinds[0]("a", 20), "b": kinds[1]("b", 20)})
+    with pytest.raises(ValueError, match=r"MixedStream: .*'[ab]' gives each of them a part .* '[ab]' all of them"):
+        read_by_two(mixture)
+    assert {name for name, *_ in mixture} == {"a", "b"}  # without workers
 
 
 @given(

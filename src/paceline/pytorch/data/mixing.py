@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.pytorch.data.indexed import set_epoch
+from paceline.pytorch.data.parts import SourceWatch
 from paceline.pytorch.data.stream import reread, restores_exactly, start_of, with_own_position
 
 Indices = npt.NDArray[np.int64]
@@ -141,7 +142,8 @@ class MixedStream(IterableDataset[Any]):
     source; sources with `state_dict` and `load_state_dict` resume from there, the others are read again up to it.
 
     Args:
-        sources: name -> iterable of samples. Workers share the samples of the mixture as those of any other stream.
+        sources: name -> iterable of samples. Workers share the samples of the mixture as those of any other stream: all
+            sources shard themselves, or none does.
         weights: name -> probability, scaled to a sum of 1. None: equal ones.
         stop: "first_exhausted": the epoch ends when a source that is drawn has no more samples; "all_exhausted": a
             source begins anew at its end, until each has been read to its end once.
@@ -221,16 +223,17 @@ class MixedStream(IterableDataset[Any]):
         if self._unread is None:
             self._unread = [start_of(source) if restores_exactly(source) else None for source in self.sources]
         self._forget()
-        readers = self._open(state)
+        watch = SourceWatch(len(self.sources))
+        readers = self._open(state, watch)
         exhausted = [passes > 0 for passes in self._passes]
         for owner in self._draws():
             try:
-                sample = next(readers[owner])
+                sample = next(readers[owner]) if owner not in watch.undecided else self._first(owner, readers, watch)
             except StopIteration:
                 exhausted[owner] = True
                 if self.stop == "first_exhausted" or all(exhausted):
                     break
-                readers[owner] = self._begin(owner, self._passes[owner] + 1)
+                readers[owner] = self._begin(owner, self._passes[owner] + 1, watch)
                 try:
                     sample = next(readers[owner])
                 except StopIteration:
@@ -240,31 +243,52 @@ class MixedStream(IterableDataset[Any]):
             yield marked(sample, self.source_column, owner)
         self._forget()
 
-    def _open(self, state: Mapping[str, Any] | None) -> list[Iterator[Any]]:
+    def _first(self, owner: int, readers: Sequence[Iterator[Any]], watch: SourceWatch) -> Any:
+        """Returns the first sample of a source, and checks that its worker reads the same part of all sources.
+
+        Raises:
+            ValueError: some sources shard themselves, and each worker reads all of the others.
+        """
+        with watch.reading(owner):
+            sample = next(readers[owner])
+        watch.decide(owner)
+        parts = {is_shared: self.names[number] for number, is_shared in watch.is_shared.items()}
+        if len(parts) > 1:
+            raise ValueError(
+                f"MixedStream: with several workers, or processes, {parts[True]!r} gives each of them a part of its "
+                f"samples and {parts[False]!r} all of them, which would be repeated. Choose the part of "
+                f"{parts[False]!r} in its __iter__ by torch.utils.data.get_worker_info(), or set "
+                "dataloader_num_workers=0."
+            )
+        return sample
+
+    def _open(self, state: Mapping[str, Any] | None, watch: SourceWatch) -> list[Iterator[Any]]:
         """Opens the sources, at a saved position if there is one."""
         if state is None or not state["drawn"]:
-            return [self._begin(owner, 0) for owner in range(len(self.sources))]
+            return [self._begin(owner, 0, watch) for owner in range(len(self.sources))]
         self._epoch, self._drawn = state["epoch"], state["drawn"]
         readers = []
         for owner, (source, saved) in enumerate(zip(self.sources, state["sources"], strict=True)):
             self._announce(owner, state["passes"][owner])
             if saved is not None:
                 source.load_state_dict(saved)
-            reader = iter(source)
-            if saved is None:
-                reread(reader, state["read"][owner], f"samples of {self.names[owner]!r}")
+            with watch.reading(owner):
+                reader = iter(source)
+                if saved is None:
+                    reread(reader, state["read"][owner], f"samples of {self.names[owner]!r}")
             self._read[owner], self._passes[owner] = state["read"][owner], state["passes"][owner]
             readers.append(reader)
         return readers
 
-    def _begin(self, owner: int, number: int) -> Iterator[Any]:
+    def _begin(self, owner: int, number: int, watch: SourceWatch) -> Iterator[Any]:
         """Opens a source for a pass of this epoch."""
         self._announce(owner, number)
         self._read[owner], self._passes[owner] = 0, number
         source = self.sources[owner]
         if self._unread is not None and restores_exactly(source):
             source.load_state_dict(self._unread[owner])  # an epoch before may have ended in the middle of this source
-        return iter(source)
+        with watch.reading(owner):
+            return iter(source)
 
     def _announce(self, owner: int, number: int) -> None:
         """Sets the epoch of a source; a later pass within an epoch gets a number that no other pass has."""

@@ -36,6 +36,42 @@ class Watch:
         object.__setattr__(info, "__class__", WatchedInfo)
 
 
+class SourceWatch:
+    """Records which of the streams that one worker mixes shard themselves; see `Watch`.
+
+    Attributes:
+        undecided: the numbers of the streams of which no sample was read yet; empty unless there are several workers.
+    """
+
+    def __init__(self, number: int) -> None:
+        info: Any = torch_worker.get_worker_info()
+        several = info is not None and object.__getattribute__(info, "num_workers") > 1  # without a trace of it
+        self.undecided = set(range(number)) if several else set[int]()
+        self.is_shared: dict[int, bool] = {}
+        self._info = info
+        self._told: dict[int, tuple[Any, Watch]] = {}
+
+    @contextmanager
+    def reading(self, number: int) -> Iterator[None]:
+        """Context in which a stream is opened, and its first sample is read."""
+        if number not in self.undecided:
+            yield
+            return
+        if number not in self._told:
+            names = ("id", "num_workers", "seed", "dataset")
+            told: Any = torch_worker.WorkerInfo(**{name: object.__getattribute__(self._info, name) for name in names})
+            self._told[number] = told, Watch(told)
+        with acting_as(self._told[number][0]):
+            yield
+
+    def decide(self, number: int) -> None:
+        """Notes whether a stream, whose first sample was read, shards itself; so does the mixture then."""
+        self.undecided.discard(number)
+        self.is_shared[number] = self._told[number][1].was_read
+        if self.is_shared[number]:
+            _ = self._info.id  # which the watch of the mixture notes
+
+
 class Share:
     """The shard of a stream that one of several workers reads.
 
