@@ -392,7 +392,7 @@ class DataSection:
         None, "Start method of worker processes. Unset: Python's default.", START_METHODS
     )
     dataloader_in_order: bool = option(
-        True, "Return batches in the order of the sampler. False: in the order in which workers finish."
+        True, "Return batches in the order of the sampler. False: in training, in the order in which workers finish."
     )
     remove_unused_columns: bool = option(True, "Drop dataset columns that are not arguments of the model's forward.")
     label_names: list[str] | None = option(
