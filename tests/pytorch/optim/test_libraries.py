@@ -21,6 +21,7 @@ from torch import nn
 from paceline.args.choices import OptimizerNames
 from paceline.args.errors import UnsupportedOption
 from paceline.core.apex import has_apex, require_apex
+from paceline.pytorch.optim.adapted import RoundsAlike
 from paceline.pytorch.optim.layerwise import LayerwiseOptimizer, check_run
 from paceline.pytorch.optim.libraries import EXTRA_OF, FROM_LIBRARIES, projected
 from paceline.pytorch.optim.low_rank import apply_targets, find_targets, low_rank_groups
@@ -438,3 +439,41 @@ def test_steps_in_the_order_of_all_parameters_are_refused_in_a_stage() -> None:
     check_shards(torch.optim.SGD([here, elsewhere], lr=0.1), "sgd")
     with pytest.raises(UnsupportedOption, match=r"optim='grokadamw' \(GrokAdamW\) in a pipeline is not supported"):
         check_shards(ordered([here, elsewhere], lr=0.1), "grokadamw")
+
+
+class Rounding(torch.optim.SGD):
+    """Moves its weights at random, as torchao rounds them."""
+
+    bf16_stochastic_round = True
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = self.state[parameter].get("step", torch.tensor(0.0)) + 1
+            parameter.data.add_(torch.rand(3))
+
+
+def test_weights_are_rounded_alike_on_all_processes() -> None:
+    """Processes have other random states, and must have the same weights; one process rounds as torchao does."""
+    kind = with_mixins(Rounding, RoundsAlike)
+
+    def steps(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = kind([parameter], lr=0.1)
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        optimizer.step()
+        first = parameter.detach().clone()
+        optimizer.step()
+        changes_state = not torch.equal(torch.get_rng_state(), state)
+        assert changes_state is not torch.distributed.is_initialized()
+        return first, parameter.detach() - first
+
+    assert not torch.equal(steps(0)[0], steps(1)[0])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        one, other = steps(0), steps(1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+    assert not torch.allclose(one[0], one[1])

@@ -10,10 +10,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.core.optional import require
+from paceline.pytorch.distributed.random import preserved_rng
+from paceline.pytorch.distributed.world import has_group
 from paceline.pytorch.optim.lomo import LomoState
 from paceline.pytorch.optim.states import ExactState, with_mixins
 
@@ -121,6 +124,21 @@ class Quietly(ExactState):
             return super().step(closure)
 
 
+class RoundsAlike(_Base):
+    """For torchao with `bf16_stochastic_round`: all processes round with the same random numbers, given by the step.
+
+    Each process has its own random state, so that its copies of the weights would leave those of the others.
+    """
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Takes one optimizer step."""
+        if not (self.bf16_stochastic_round and has_group()):  # type: ignore[attr-defined]
+            return super().step(closure)
+        with preserved_rng():
+            torch.manual_seed(next((int(entry["step"]) for entry in self.state.values() if "step" in entry), 0))
+            return super().step(closure)
+
+
 # ---- mixins by class
 
 
@@ -133,7 +151,7 @@ def adapt_torchao(base: type) -> type:
     """Returns a class of torchao, whose states are tensor subclasses."""
     kinds = (require(f"torchao.optim.subclass_{bits}bit", "torchao") for bits in (4, 8))
     parts = tuple(getattr(kind, f"OptimState{bits}bit") for kind, bits in zip(kinds, (4, 8), strict=True))
-    return with_mixins(base, ExactState, parts=parts)
+    return with_mixins(base, RoundsAlike, ExactState, parts=parts)
 
 
 def adapt_galore(base: type) -> type:
