@@ -126,6 +126,17 @@ def test_hidden_states_of_padding_count_nothing(tmp_path: Path) -> None:
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
 
+def test_states_of_an_encoder_are_compared_as_such_for_targets_of_any_length(tmp_path: Path) -> None:
+    """Also if the padded targets are as long as the padded inputs."""
+    found = []
+    for padded in (0, 4):
+        ignored = torch.full((padded,), -100)
+        data = [{**row, "labels": torch.cat([row["labels"], ignored])} for row in sentences()]
+        layers = {"encoder.block.0": "encoder.block.0"}
+        found.append(gradient(tmp_path, t5(0), t5(1), data, 8, distillation_layers=layers))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 # ---- runs
 
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from paceline.pytorch.model.outputs import ModelOutputError
+from paceline.pytorch.model.signature import innermost
+
+
+def names_in_encoder(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Returns those of the names of modules that are in the encoder of a model with encoder and decoder."""
+    inner: Any = innermost(model)
+    has_both = hasattr(inner, "get_encoder") and hasattr(inner, "get_decoder")
+    if not (has_both and getattr(getattr(inner, "config", None), "is_encoder_decoder", False)):
+        return frozenset()
+    own, other = (set(map(id, part.modules())) for part in (inner.get_encoder(), inner.get_decoder()))
+    modules = dict(model.named_modules())
+    return frozenset(name for name in names if id(modules[name]) in own - other)
+
+
+def masks_of_encoder(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the attention masks of an encoder's inputs, with a further dimension."""
+    names = [name for name in inputs if "attention_mask" in name and "decoder" not in name]
+    return {name: inputs[name].unsqueeze(-1) for name in names if isinstance(inputs[name], Tensor)}
 
 
 class Captures:

@@ -31,7 +31,7 @@ from paceline.args.errors import UnsupportedOption
 from paceline.args.sections import Options
 from paceline.core.events import CallbackHandler, TrainerCallback
 from paceline.pytorch.data.batches import recast
-from paceline.pytorch.distillation.captures import Captures
+from paceline.pytorch.distillation.captures import Captures, masks_of_encoder, names_in_encoder
 from paceline.pytorch.distillation.projections import Projections
 from paceline.pytorch.distillation.teacher import check_teacher, find_teacher
 from paceline.pytorch.distributed.collectives import sum_floats
@@ -143,6 +143,7 @@ class Distillation:
         self._needs_labels = config is None or bool(getattr(config, "is_encoder_decoder", False))
         self._switches = {"use_cache": False} if "use_cache" in signature.names else {}
         self._captures: tuple[Captures, Captures] | None = None
+        self._of_encoder: frozenset[str] = frozenset()  # modules of the student in an encoder beside a decoder
         self._engine: Engine | None = None
         self._skips = False  # steps that are not finite are not applied
         self._strategy: SingleDevice | None = None
@@ -207,6 +208,7 @@ class Distillation:
                 Captures(student, list(names), "student"),
                 Captures(self.teacher, list(dict.fromkeys(names.values())), "teacher"),
             )
+            self._of_encoder = names_in_encoder(student, names)
         steps = DistillationSteps(self)
         handler.callbacks.insert(0, steps)
         try:
@@ -382,7 +384,10 @@ class Distillation:
             distances = hidden_distance(
                 self.projections.project(name, states, target.shape[-1]), target, self.settings.layer_loss
             )
-            losses.append(reduce_items(hidden_items(distances, kept, shifts, inputs), kept, reduction, num_items))
+            masks: Mapping[str, Any] = inputs
+            if name in self._of_encoder:  # in a shape of their own, since the targets may have the same length
+                distances, masks = distances.unsqueeze(-1), masks_of_encoder(inputs)
+            losses.append(reduce_items(hidden_items(distances, kept, shifts, masks), kept, reduction, num_items))
         return torch.stack(losses).mean()
 
     # ---- the log
