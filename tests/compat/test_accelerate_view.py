@@ -215,6 +215,8 @@ def test_own_loaders_that_several_processes_share_as_accelerates_config_says(
     prepare, config = trainer.accelerator.prepare, trainer.args.accelerator_config
     assert isinstance(prepare(DataLoader(data, batch_size=2)), IndexedLoader)
     assert isinstance(prepare(DataLoader(Stream(), batch_size=2)), DispatchedLoader)
+    with pytest.raises(UnsupportedOption, match=r"batch_size=None, whose dataset gives whole batches"):
+        prepare(DataLoader(data, batch_size=None))
     config.dispatch_batches = False
     assert type(prepare(DataLoader(Stream(), batch_size=2))) is DataLoader
     config.dispatch_batches = True

@@ -467,6 +467,11 @@ def check_own_loader(loader: DataLoader[Any], config: object, size: int) -> None
             "accelerator_config={'split_batches': True} with a loader of your own that has a batch sampler, a "
             "DistributedSampler or a stream is not supported: such batches cannot be split. Leave split_batches out."
         )
+    if loader.batch_size is None and loader.batch_sampler is None and not is_stream(loader.dataset):
+        raise UnsupportedOption(
+            "A loader of your own with batch_size=None, whose dataset gives whole batches, is not supported with "
+            "several processes: give it a batch_size or a batch_sampler, and a dataset of samples."
+        )
     if is_on(config, "dispatch_batches") and is_own:
         raise UnsupportedOption(
             "accelerator_config={'dispatch_batches': True} with a DistributedSampler is not supported: the first "
