@@ -204,12 +204,12 @@ class Trainer(HubNames, ForSubclasses):
             model=self.model,
             model_init=self.model_init,
             train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
             data_collator=data_collator,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
             compute_metrics=self.compute_metrics,
-            batch_eval_metrics=self.args.batch_eval_metrics,
-            max_steps=self.args.max_steps,
+            options=self._own_options,
         )
 
     def _first_state(self) -> TrainerState:

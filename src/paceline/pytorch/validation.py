@@ -13,6 +13,8 @@ from paceline.args.sections import DistillationSection
 from paceline.core.methods import is_ours
 from paceline.core.optional import LateModule
 from paceline.pytorch.data.columns import find_labels
+from paceline.pytorch.data.loading import is_stream
+from paceline.pytorch.data.stream import with_own_position
 from paceline.pytorch.model.factory import check_trainable
 from paceline.pytorch.model.loss import LabelSmoother, LossNormalizer, LossReduction
 from paceline.pytorch.model.objective import Objective, accepts
@@ -55,20 +57,20 @@ def check_arguments(
     model: nn.Module,
     model_init: object,
     train_dataset: object,
+    eval_dataset: object,
     data_collator: object,
     optimizers: tuple[Any, Any],
     optimizer_cls_and_kwargs: object,
     compute_metrics: object,
-    batch_eval_metrics: bool,
-    max_steps: int,
+    options: Options,
 ) -> None:
     """Checks that the arguments of the constructor do not contradict each other.
 
     Args:
         model: the module to train.
-        model_init, train_dataset, data_collator, optimizers, optimizer_cls_and_kwargs, compute_metrics: the arguments
-            of the constructor.
-        batch_eval_metrics, max_steps: the options of these names.
+        model_init, train_dataset, eval_dataset, data_collator, optimizers, optimizer_cls_and_kwargs, compute_metrics:
+            the arguments of the constructor.
+        options: the options.
 
     Raises:
         ValueError, RuntimeError, TypeError: the message says what to change.
@@ -90,12 +92,34 @@ def check_arguments(
         )
     if train_dataset is not None:
         check_trainable(model)
-    if max_steps > 0:
+    if options.eval_strategy != "no" and not options.dataloader_num_workers:
+        check_streams(train_dataset, eval_dataset)
+    if options.max_steps > 0:
         logger.info("max_steps is given, it will override any value given in num_train_epochs")
-    if batch_eval_metrics and callable(compute_metrics) and not accepts(compute_metrics, "compute_result"):
+    if options.batch_eval_metrics and callable(compute_metrics) and not accepts(compute_metrics, "compute_result"):
         raise ValueError(
             "When using `batch_eval_metrics`, your `compute_metrics` function must take a `compute_result` boolean "
             "argument: batch_eval_metrics=True calls `compute_metrics(prediction, compute_result=...)` for each batch."
+        )
+
+
+def check_streams(train_dataset: object, eval_dataset: object) -> None:
+    """Checks that evaluations during training do not read the stream that the training reads.
+
+    A stream that saves its position has one position: an evaluation would begin at that of the training, and move it.
+    Workers read copies, and each loader of a stream of `datasets` has a position of its own.
+
+    Raises:
+        ValueError: it is the same stream.
+    """
+    sets = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    if not any(each is train_dataset for each in sets) or not is_stream(train_dataset):
+        return
+    if callable(getattr(train_dataset, "load_state_dict", None)) and with_own_position(train_dataset) is train_dataset:
+        raise ValueError(
+            f"eval_dataset and train_dataset are the same {type(train_dataset).__name__}, which holds one position: "
+            "evaluations during training would move that of the training. Pass a second stream, made in the same way, "
+            "or set dataloader_num_workers=1."
         )
 
 

@@ -326,6 +326,21 @@ def test_an_evaluation_leaves_the_position_of_a_stream(tmp_path: Path, kind: str
     assert losses(parts) == losses(whole)
 
 
+def test_the_training_stream_as_evaluation_set(tmp_path: Path) -> None:
+    """Refused if it has a single position, which both would move."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    shuffled, plain, stream = ShuffleBuffer(Rows(), 3), Rows(), parts_of_a_stream()[0]
+    for given in (shuffled, {"a": DATA, "b": shuffled}):
+        with pytest.raises(ValueError, match="eval_dataset and train_dataset are the same ShuffleBuffer"):
+            run(tmp_path, shuffled, eval_dataset=given, **options)
+    run(tmp_path, shuffled, eval_dataset=shuffled, dataloader_num_workers=1, **options)
+    for data, collator in ((plain, None), (stream, collate_lists)):
+        seen = Seen()
+        trainer = run(tmp_path, data, eval_dataset=data, data_collator=collator, callbacks=[seen], **options)
+        assert len({tuple(row) for batch in seen.batches for row in batch["x"].tolist()}) == 12
+        assert len({row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row}) == 3
+
+
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_stream_is_trained_on_and_evaluated_again_and_again(tmp_path: Path, kind: str) -> None:
     stream = TRAINED[kind](parts_of_a_stream()[0])
