@@ -90,6 +90,17 @@ def test_a_wrong_plan_is_an_error(plan: Any, kind: type[Exception], problem: str
         styles_of(Net(), plan)
 
 
+def test_hooks_on_an_embedding_that_is_cut_see_its_whole_output(mesh: DeviceMesh) -> None:
+    """As the noise of NEFTune, which cannot be added to a part of a sum."""
+    model, ids, seen = Net(), torch.tensor([[0, 3, 7]]), []
+    expected = model.words(ids)
+    model.words.register_forward_hook(lambda module, args, output: seen.append(output))
+    parallelize(model, mesh, PLAN)
+    model(ids)
+    assert type(seen[0]) is not DTensor
+    torch.testing.assert_close(seen[0], expected)
+
+
 def test_a_model_without_a_plan_is_an_error() -> None:
     with pytest.raises(ValueError, match="Net has no plan of its own"):
         plan_of(Net(), None)

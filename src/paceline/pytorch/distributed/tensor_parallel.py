@@ -76,7 +76,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> int:
         if style not in (WHOLE, SUMMED):
             module = model.get_submodule(name)
             check_module(name, module, style, mesh.size())
+            earlier = list(module._forward_hooks) if isinstance(module, nn.Embedding) else []
             parallelize_module(module, mesh, STYLES[style]() if isinstance(style, str) else style)
+            for key in earlier:  # which change the output, as NEFTune does: it is whole after torch's own hook
+                module._forward_hooks[key] = module._forward_hooks.pop(key)
             num_cut += 1
     for names in tied:
         tie_again(model, names, mesh)
