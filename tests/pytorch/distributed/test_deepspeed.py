@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from small_models import Classifier, Tagger, classification, make_trainer
 
 import paceline
+from paceline.args.errors import UnsupportedOption
 from paceline.checkpoint.folders import verify
 from paceline.cli.main import main
 from paceline.core.journal import read_rows
 from paceline.pytorch.checkpoint.zero_files import read_zero_files
 from paceline.pytorch.distributed.deepspeed import DeepSpeed
-from paceline.pytorch.distributed.deepspeed_state import Partitions
+from paceline.pytorch.distributed.deepspeed_state import PartitionedOptimizer, Partitions
 
 STAGES = ("zero1_bf16", "zero2_offload", "zero3", "zero3_offload_bf16")
 TIMEOUT = 400  # s; DeepSpeed compiles a part of itself when it is used for the first time
@@ -201,6 +202,14 @@ def test_a_parameter_that_the_optimizer_lacks_keeps_its_values() -> None:
     assert torch.equal(found, model.first.weight)
     partitions.scatter(model.first.weight, torch.zeros(16, 8), lambda flat: flat)  # there is nothing to change
     assert torch.equal(found, model.first.weight)
+
+
+def test_parameters_that_join_later_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    partitions: Any = SimpleNamespace()
+    optimizer = PartitionedOptimizer(torch.optim.SGD([parameter], lr=0.1), [[parameter]], partitions)
+    with pytest.raises(UnsupportedOption, match=r"add_param_group with deepspeed \(ZeRO\) is not supported"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
 @pytest.mark.slow

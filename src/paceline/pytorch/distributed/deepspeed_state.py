@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from paceline.args.errors import UnsupportedOption
+
 Place = tuple[Tensor, int, int, int]
 """(flat tensor, offset in it, offset in the flattened parameter, number of elements) of one part of a parameter."""
 
@@ -127,6 +129,13 @@ class PartitionedOptimizer(Optimizer):
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         raise RuntimeError("DeepSpeed's engine steps this optimizer: let the Trainer step it.")
+
+    def add_param_group(self, param_group: object) -> None:
+        """Raises UnsupportedOption: ZeRO would neither reduce the gradients of further parameters nor step them."""
+        raise UnsupportedOption(
+            "optimizer.add_param_group with deepspeed (ZeRO) is not supported, whose parts are made before the first "
+            "step: let the optimizer hold all parameters from the start, or use parallel='ddp' or 'fsdp'."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the accumulated gradients."""
