@@ -578,6 +578,11 @@ def test_what_an_evaluation_cannot_give_is_said(tmp_path: Path, caplog: pytest.L
     assert "no eval_loss" in caplog.text
     assert "compute_metrics was not called: the batches hold no labels under lables" in caplog.text
     caplog.clear()
+    some = [{name: row[name] for name in row if number < 2 or name != "labels"} for number, row in enumerate(DATA)]
+    options.update(eval_dataset=some, compute_metrics=lambda prediction: {}, per_device_eval_batch_size=2)
+    make_trainer(tmp_path, Classifier(), **options).evaluate()
+    assert f"was given the labels of 2 of {len(DATA)} samples" in caplog.text
+    caplog.clear()
     make_trainer(tmp_path, Classifier(), eval_dataset=iter(()), compute_metrics=accuracy).evaluate()
     assert "yielded no batch" in caplog.text
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -394,7 +395,7 @@ class Evaluator:
 
 
 def warn_of_gaps(output: EvalLoopOutput, prefix: str, label_names: Sequence[str], wants_metrics: bool) -> None:
-    """Warns about requested results that an evaluation did not return.
+    """Warns about requested results that an evaluation did not return, and of labels of some samples only.
 
     Args:
         output: the output of an evaluation without an error.
@@ -417,6 +418,13 @@ def warn_of_gaps(output: EvalLoopOutput, prefix: str, label_names: Sequence[str]
         logger.warning(
             "compute_metrics was not called: the batches hold no labels under %s. Name them with label_names=[...].",
             names,
+        )
+    labels = output.label_ids
+    if wants_metrics and isinstance(labels, np.ndarray) and len(labels) < (output.num_samples or 0):
+        logger.warning(
+            "compute_metrics was given the labels of %d of %d samples, whose rows are not those of the predictions: "
+            "let every batch hold labels under %s.",
+            *(len(labels), output.num_samples, names),
         )
 
 
