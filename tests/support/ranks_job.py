@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from ragged import llama, pad, texts
-from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging, weights
+from small_models import Classifier, Tagger, WithHead, classification, losses, make_trainer, tagging, weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset
@@ -182,18 +182,6 @@ def fp16_overflow_of_a_shard(folder: Path, size: int) -> dict[str, Any]:
 
 
 # ---- parameters that join a training, and those beside the model
-
-
-class WithHead(Classifier):
-    """Adds a second head to its logits, where there is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra: nn.Module | None = None
-
-    def logits(self, x: Tensor) -> Tensor:
-        logits = super().logits(x)
-        return logits if self.extra is None else logits + self.extra(x)
 
 
 class Joins(TrainerCallback):

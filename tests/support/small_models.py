@@ -61,6 +61,18 @@ class Classifier(nn.Module):
         return with_loss(self.second(hidden), labels)
 
 
+class WithHead(Classifier):
+    """Adds a second head to its logits, where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: nn.Module | None = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits = super().logits(x)
+        return logits if self.extra is None else logits + self.extra(x)
+
+
 class Tagger(nn.Module):
     """A plain module over token ids with ragged targets: mean cross-entropy over the targets that are not -100.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Classifier, classification, make_trainer, weights
+from small_models import Classifier, WithHead, classification, make_trainer, weights
 from torch import Tensor, nn
 
 from paceline import TrainerCallback
@@ -53,18 +53,6 @@ def test_an_update_that_an_error_cut_short_leaves_no_gradient(tmp_path: Path) ->
     trainer.train()
     make_trainer(tmp_path, clean, DATA, **options).train()
     assert torch.equal(weights(model), weights(clean))
-
-
-class WithHead(Classifier):
-    """Adds a second head to its logits, where there is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra: nn.Module | None = None
-
-    def logits(self, x: Tensor) -> Tensor:
-        logits = super().logits(x)
-        return logits if self.extra is None else logits + self.extra(x)
 
 
 def new_head() -> nn.Module:
