@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _LOOP = ("core/loop.py", "core/events.py", "core/state.py", "core/schedules.py")
 # A plain step imports none of the packages of methods beside these: members, pruning, distillation ...
 _STEP = (*_LOOP, "pytorch/*.py", ":!pytorch/seq2seq.py", ":!pytorch/model_card.py", "pytorch/model", "pytorch/optim")
-_STEP += ("pytorch/data", ":!pytorch/data/coll*", "pytorch/step_parts/registry.py", "pytorch/probes/loss.py")
+_STEP += ("pytorch/data", ":!pytorch/data/coll*", "pytorch/step_parts/registry.py", "pytorch/probes")
 _STEP += (":!pytorch/data/generators.py",)  # of workers, and of replayed epochs
 _STEP += ("pytorch/distributed/precision.py", "pytorch/distributed/strategy.py", "pytorch/distributed/window.py")
 _TF_STEP = ("tensorflow", *_LOOP)
