@@ -40,6 +40,7 @@ class Source:
         num_batches: batches per epoch; None if unknown.
         settings: the settings that determine the order of an epoch, JSON-serializable; saved with the position.
         is_endless: an epoch never ends.
+        num_reads: epochs read so far, by this source and those before it; each may have changed the data's own order.
     """
 
     batch_size: int | None = None
@@ -47,6 +48,7 @@ class Source:
     num_batches: int | None = None
     settings: Mapping[str, Any] = {}
     is_endless = False
+    num_reads = 0
 
     def check_end(self) -> None:
         """Checks that an epoch ends.
@@ -71,7 +73,9 @@ class Source:
         """Warns if a position in the data cannot be restored exactly."""
 
     def go_on_from(self, other: Source | None) -> None:
-        """Adopts the number of times that another source, or None, has read the same data."""
+        """Takes over the number of epochs that another source has read of the same data; None: of none."""
+        if other is not None:
+            self.num_reads = other.num_reads
 
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
         """Returns the ids of `count` samples of an epoch from position `first` on; positions if there are no ids."""
@@ -144,7 +148,6 @@ class OwnBatches(Source):
         self.is_endless = self.num_batches is None
         is_shuffled = seed is not None and not self.is_endless
         self.settings = {"kind": "random", "seed": seed} if is_shuffled else {"kind": "sequential"}
-        self.num_reads = 0  # epochs whose end the data was told of; each may have changed its order
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         size = self.num_batches or 0
@@ -158,11 +161,6 @@ class OwnBatches(Source):
             yield self.dataset[number]
         self.dataset.on_epoch_end()
         self.num_reads = epoch + 1
-
-    def go_on_from(self, other: Source | None) -> None:
-        """Adopts the number of epochs that another source has told the same data of."""
-        if isinstance(other, OwnBatches):
-            self.num_reads = other.num_reads
 
     def warn_of_order(self) -> None:
         """Warns if the data may change its own order between epochs."""
@@ -204,7 +202,6 @@ class TensorData(Source):
         self.num_batches = num_batches
         self.batch_size = batch_size
         self.settings = settings
-        self.num_reads = 0  # epochs read so far; each read advances the user's shuffle to its next order
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         dataset = self.make(epoch, consumed)
@@ -214,11 +211,6 @@ class TensorData(Source):
                 self.num_reads += 1
         self.num_reads = epoch + 1
         return iter(dataset.skip(batches) if batches and self.batch_size is None else dataset)
-
-    def go_on_from(self, other: Source | None) -> None:
-        """Adopts the number of times that another source has read the same data, whose shuffle has advanced with it."""
-        if isinstance(other, TensorData):
-            self.num_reads = other.num_reads
 
     def warn_of_order(self) -> None:
         """Warns if the user's own shuffle has no seed."""
