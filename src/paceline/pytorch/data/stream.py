@@ -266,8 +266,9 @@ class StreamLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Returns the number of batches in a pass; raises TypeError if the stream has no length."""
-        number, readers, size = len(self.dataset), max(self.num_workers, 1), self.batch_size or 1  # type: ignore[arg-type]
-        turns, rest = divmod(number, readers * self.block)
+        dataset: Any = self.dataset
+        readers, size = max(self.num_workers, 1), self.batch_size or 1
+        turns, rest = divmod(len(dataset), readers * self.block)
         shares = [turns * self.block + min(max(rest - worker * self.block, 0), self.block) for worker in range(readers)]
         return sum(share // size if self.drop_last else -(-share // size) for share in shares)
 

@@ -55,7 +55,7 @@ class Partitions:
             first = size * distributed.get_rank(self.zero.dp_process_group)
             count = max(min(size, self.shape_of(parameter).numel() - first), 0)  # the last part is padded
             return (self.zero.fp32_partitioned_groups_flat[group], start, first, count) if count else None
-        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
         flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]

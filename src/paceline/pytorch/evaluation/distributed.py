@@ -40,8 +40,8 @@ UNKNOWN_MULTIPLE = (
     "does. Multiply only if model.training is set."
 )
 NOT_SPLIT = (
-    "The evaluation loader is the Trainer's own, and each of the %d processes reads all of it: samples count, and are "
-    "returned, several times. Pass it through trainer.accelerator.prepare()."
+    "The evaluation loader was not made by paceline, and each of the %d processes reads all of it: samples count, and "
+    "are returned, several times. Pass it through trainer.accelerator.prepare()."
 )
 CHUNK_BYTES = 2**26  # maximum bytes of predictions that a process sends at a time
 

@@ -130,9 +130,11 @@ class RoundsAlike(_Base):
     Each process has its own random state, so that its copies of the weights would leave those of the others.
     """
 
+    bf16_stochastic_round: bool
+
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Takes one optimizer step."""
-        if not (self.bf16_stochastic_round and has_group()):  # type: ignore[attr-defined]
+        if not (self.bf16_stochastic_round and has_group()):
             return super().step(closure)
         with preserved_rng():
             torch.manual_seed(next((int(entry["step"]) for entry in self.state.values() if "step" in entry), 0))
