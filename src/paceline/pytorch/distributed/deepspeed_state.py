@@ -25,7 +25,7 @@ class Partitions:
 
     Args:
         engine: DeepSpeed's engine.
-        stage: ZeRO's stage; 0 only with bf16, where the optimizer holds flat master weights too.
+        stage: ZeRO's stage, 1 to 3; without ZeRO there are no partitions.
     """
 
     def __init__(self, engine: Any, stage: int) -> None:
