@@ -345,9 +345,13 @@ def test_a_failing_reporter_is_told_of_once_and_given_up(caplog):
         handler.rebuild()
     assert recorder.heard == ["on_log", "on_save"] * 4
     assert failing.calls == 3
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
     assert "Failing failed in on_log" in caplog.text
     assert "no space left" in caplog.text
+    assert "Failing is not called again in this run: it failed 3 times in a row, last in on_log" in caplog.text
+    handler.on_train_begin(None, TrainerState(), TrainerControl())
+    fire(handler, "on_log", logs={})
+    assert failing.calls == 4  # another run, another chance
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(30.0, 3), (90.0, 1)])

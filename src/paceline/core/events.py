@@ -65,7 +65,7 @@ class TrainerCallback:
                 on_epoch_end                            then log, evaluate, save as requested
             on_log                                      the numbers of the whole run
             on_train_end
-        evaluate():  on_prediction_step per batch, on_log, on_evaluate
+        evaluate():  on_prediction_step per batch, on_within_evaluation, on_log, on_evaluate
         predict():   on_prediction_step per batch, on_predict
         push_to_hub():  on_push_begin
 
@@ -73,15 +73,16 @@ class TrainerCallback:
     keywords `model`, `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader` and
     `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict` also `metrics`. Name those you use and
     take the others with `**kwargs`. `logs` is the callback's own copy. `metrics` is shared: added entries are returned
-    by the evaluation and can select the best model.
+    by the evaluation and can select the best model. Further events of paceline: `on_within_evaluation` (`metrics`,
+    `evaluation`), `on_media` (`media`) and `on_model_card` (`make_card`, before `on_train_end`).
 
     Set flags of `control` to steer the run; returning another control replaces it.
 
     `wants` requests more keywords of `on_step_end`: "loss" (of the optimizer step; on the device, reading it
     synchronizes), "inputs" and "outputs" (lists, one entry per micro-batch).
 
-    A callback with state defines `state_dict()` and `load_state_dict(state)` (JSON-able), or derives from
-    `ExportableState`. It is saved under `state_key`, by default the class's name.
+    A callback with state defines `state_dict()` and `load_state_dict(state)` (numbers, text, lists, dicts and
+    tensors), or derives from `ExportableState`. It is saved under `state_key`, by default the class's name.
 
     Attributes:
         wants: additional keywords of `on_step_end`; a subset of {"loss", "outputs", "inputs"}.
@@ -193,7 +194,7 @@ def ignores_keywords(method: Method) -> Method:
 
 
 class _FaultBarrier:
-    """Catches the exceptions of one `may_fail` callback: logs the first, disables it after three in a row.
+    """Catches the exceptions of one `may_fail` callback in a run: logs the first, disables it after three in a row.
 
     A failed call that took longer than `PATIENCE` disables it at once: the client of a hanging service waits minutes.
     """
@@ -226,7 +227,12 @@ class _FaultBarrier:
 
     def report(self, event: str, error: Exception) -> None:
         self.in_a_row += 1
-        if not self.is_reported:
+        if self.in_a_row == self.LIMIT:
+            logger.warning(
+                "%s is not called again in this run: it failed %d times in a row, last in %s (%s).",
+                *(self.name, self.LIMIT, event, error),
+            )
+        elif not self.is_reported:
             self.is_reported = True
             if isinstance(error, ConnectionError):  # a server that is down; the traceback adds nothing
                 logger.warning("%s failed in %s; the run goes on. %s", self.name, event, error)
@@ -486,6 +492,7 @@ class CallbackHandler(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
+        self._barriers.clear()  # a reporter that was given up in another run gets another chance
         self.rebuild()  # methods may have been replaced on the instances
         if not any(base.__name__ == "DefaultFlowCallback" for cb in self.callbacks for base in type(cb).__mro__):
             logger.warning(
