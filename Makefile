@@ -3,7 +3,7 @@
 # make test                 lint, types and every test but the slow ones
 # make test WORKERS=4       in so many processes, a GB of memory each (2 by default)
 # make test-slow            the slow ones, in so many processes too
-# make test-nightly         those that CI does not run: before a release, and after a large change
+# make test-nightly         those that .ci/run leaves out: before a release, and after a large change
 # make test-again           those that failed last, one after the other
 # make test-xla             those of XLA devices, in an environment of their own (6 GB)
 # make site                 the documentation as a site: build/site/index.html

@@ -1,4 +1,4 @@
-"""Samples per second of training loaders: tokenised text, images and a stream, without workers and with two.
+"""Samples per second of training loaders: tokenized text, images and a stream, without workers and with two.
 
 The loaders are paceline's, the Hugging Face Trainer's and torch's alone, over the same data with the same batches. The
 time is the wall time of the batches after the first of an epoch, so that starting workers does not count.

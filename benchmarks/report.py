@@ -87,8 +87,8 @@ def step_overhead(result: Result) -> str:
     about = (
         "Two linear layers, batches of 4, clipping, a linear schedule, fused AdamW, one thread; CPU time of the whole "
         f"process, as the slope between {first:,} and {last:,} steps. Calls are Python calls a step into the library's "
-        "own functions. `guarded` also writes a checkpoint every 500 updates, keeps the last two, and leaves updates "
-        "out that are not finite.\n\n"
+        "own functions. `guarded` also writes a checkpoint every 500 optimizer steps, keeps the last two, "
+        "and skips steps whose gradients are not finite.\n\n"
     )
     return about + table(["contender", "us a step", "over the loop", "calls a step"], rows)
 
@@ -212,8 +212,8 @@ def resume_time(result: Result) -> str:
         [name, spread(row["seconds"]), spread(row["samples_read"], "{:,.0f}")] for name, row in result["rows"].items()
     ]
     about = (
-        "From the call of `train(resume_from_checkpoint=True)` until the first update is done, in a process that has "
-        f"imported everything: {stream_steps:,} updates of {stream_batch} samples into a stream with `state_dict`, and "
+        "From the call of `train(resume_from_checkpoint=True)` until the first optimizer step is done, in a process that has "
+        f"imported everything: {stream_steps:,} optimizer steps of {stream_batch} samples into a stream with `state_dict`, and "
         f"{map_steps * map_batch:,} samples into a dataset with an index. The checkpoint is verified first; large "
         f"files at {spread(result['verified_gb_per_second'])} GB/s here.\n\n"
     )
@@ -483,7 +483,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "sharded_save": ("How long a save of a sharded model holds training up", sharded_save),
     "export": ("What making one model of shards takes", export),
     "eval_memory": ("What evaluating a language model takes in memory", eval_memory),
-    "resume_time": ("What a resume takes until its first update", resume_time),
+    "resume_time": ("Time from a resume to its first optimizer step", resume_time),
     "collation": ("What a batch costs until it is a tensor", collation),
     "data_loading": ("How fast loaders are", data_loading),
     "ragged_text": ("What padding costs", ragged_text),

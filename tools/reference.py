@@ -45,7 +45,7 @@ EXAMPLES = {
     "EvalSection": "eval_strategy: steps\neval_steps: 500\nper_device_eval_batch_size: 32",
     "MetricSection": "include_for_metrics: [inputs, loss]",
     "SaveSection": "save_strategy: steps\nsave_steps: 500\nsave_total_limit: 3",
-    "HubSection": "hub_model_id: me/my-model\nhub_strategy: checkpoint",
+    "HubSection": "push_to_hub: true\nhub_model_id: me/my-model\nhub_strategy: checkpoint",
     "BestSection": (
         "eval_strategy: epoch\nsave_strategy: best\nload_best_model_at_end: true\nmetric_for_best_model: accuracy"
     ),
@@ -57,7 +57,7 @@ EXAMPLES = {
     "DebugSection": "debug: underflow_overflow",
     "ScriptSection": "resume_from_checkpoint: 'true'  # the newest",
     "AverageSection": "ema_decay: 0.999",
-    "DistillationSection": "distillation_alpha: 0.7\ndistillation_temperature: 3",
+    "DistillationSection": "teacher: runs/teacher\ndistillation_alpha: 0.7\ndistillation_temperature: 3",
     "PacelineSection": "packing: pack\npacking_length: 1024",
 }
 INTRODUCTION = """# Options

@@ -29,5 +29,5 @@ def test_parallel_takes_the_names_of_those_that_nothing_else_chooses(name: str) 
 
 
 def test_fsdp_beside_another_strategy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"parallel='ddp' and fsdp=.* are two ways to parallelise"):
+    with pytest.raises(ValueError, match=r"parallel='ddp' and fsdp=.* are two ways to parallelize"):
         TrainingArguments("out", parallel="ddp", fsdp=True)

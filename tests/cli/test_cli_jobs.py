@@ -1,4 +1,4 @@
-"""The folder of a job: what it holds is recognised, nothing is deleted, a stop and an end are told apart."""
+"""The folder of a job: what it holds is recognized, nothing is deleted, a stop and an end are told apart."""
 
 import errno
 import json

@@ -192,7 +192,7 @@ def test_texts_are_wrapped_at_spaces_of_a_terminal(columns: int, monkeypatch: py
     words = [word for line in lines for word in line.split()]
     assert words == HELP.split()  # none is cut in two
     if columns == 80:
-        place = lines.index("  paceline doctor CONFIG.yaml   look for usual mistakes in model, data and")
+        place = lines.index("  paceline doctor CONFIG.yaml   look for common mistakes in model, data and")
         assert lines[place + 1] == " " * 32 + "options"
 
 

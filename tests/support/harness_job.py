@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness over a local data set, on one and on two processes."""
+"""Tasks of the lm-evaluation-harness over a local dataset, on one and on two processes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def llama(**options: Any) -> torch.nn.Module:
 
 
 def qwen(**options: Any) -> torch.nn.Module:
-    """Its heads are normalised one by one, with weights that all of them share."""
+    """Its heads are normalized one by one, with weights that all of them share."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)

@@ -315,7 +315,7 @@ def different_weights(theirs: Any, ours: Any) -> set[str]:
 
 
 def close_weights(name: str, expected: Tensor, found: Tensor) -> bool:
-    """True if two weights are equal. Biases of keys are left out: their gradient is rounding, which Adam normalises."""
+    """True if two weights are equal. Biases of keys are left out: their gradient is rounding, which Adam normalizes."""
     if name.endswith(("key.bias", "k_proj.bias")):
         return True
     if name.endswith("c_attn.bias"):

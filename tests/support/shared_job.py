@@ -129,7 +129,7 @@ def train(folder: Path, model: torch.nn.Module, data: Any, **options: Any) -> Tr
 
 
 def of_ragged(size: int) -> dict[str, Any]:
-    """Clipping, evaluation, for ragged targets and a data set whose length nothing divides."""
+    """Clipping, evaluation, for ragged targets and a dataset whose length nothing divides."""
     return {
         "eval_dataset": tagging(17, seed=3),
         "eval_strategy": "epoch",

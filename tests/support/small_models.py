@@ -1,4 +1,4 @@
-"""Small modules and data sets that the tests of the Trainer share."""
+"""Small modules and datasets that the tests of the Trainer share."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def build(kind: Any, wide: bool) -> nn.Module:
     if size > MAX_PARAMETERS[wide]:
         raise ValueError(f"it has {size} parameters")
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what nothing initialises is NaN, not of chance
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what nothing initializes is NaN, not of chance
     try:
         model: nn.Module = kind(config)
     finally:

@@ -1,4 +1,4 @@
-"""Data sets and streams that draw random numbers, read by workers."""
+"""Datasets and streams that draw random numbers, read by workers."""
 
 from __future__ import annotations
 

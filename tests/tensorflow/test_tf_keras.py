@@ -324,7 +324,7 @@ def test_losses_of_layers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_losses_of_layers_against_a_tape_in_float64(tmp_path: Path, accumulation: int) -> None:
-    """Of a model that names no loss: regularisers once, activities by samples, the default loss by targets."""
+    """Of a model that names no loss: regularizers once, activities by samples, the default loss by targets."""
     keras.utils.set_random_seed(0)
     regularised = keras.layers.Dense(CLASSES, kernel_regularizer="l2", activity_regularizer="l1")
     model = keras.Sequential([keras.Input((FEATURES,)), regularised])

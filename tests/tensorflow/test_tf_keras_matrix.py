@@ -78,7 +78,7 @@ def masked(units: int) -> Any:
 
 
 def regularised(units: int) -> Any:
-    """And normalised over the batch."""
+    """And normalized over the batch."""
     layers = [dense(6, activity_regularizer="l1"), keras.layers.BatchNormalization()]
     return keras.Sequential([keras.Input((FEATURES,)), *layers, dense(units, kernel_regularizer="l2")])
 

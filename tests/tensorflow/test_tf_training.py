@@ -525,7 +525,7 @@ def test_samples_of_similar_length_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_labels_in_a_column_and_in_small_types(tmp_path: Path) -> None:
-    """As image data sets and Keras' losses have them; 156 is -100 of a type that has no sign."""
+    """As image datasets and Keras' losses have them; 156 is -100 of a type that has no sign."""
     x, y = DATA[0], DATA[1]
     found = []
     for labels in (y, y[:, None], y.astype(np.uint8), y.astype(np.int8)):

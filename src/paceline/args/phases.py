@@ -128,7 +128,8 @@ class Phase:
         patience: evaluations in a row without an improvement that make a plateau.
         min_delta: change of the metric that counts as an improvement.
         greater_is_better: the direction of the metric of a plateau. None: that of the arguments if it is
-            `metric_for_best_model`; other metrics are maximized, except those whose names end in "loss".
+            `metric_for_best_model`; a name that ends in "loss" is minimized, others are maximized, and
+            names such as `eval_wer` or `eval_perplexity` are refused without a direction.
         max_steps: largest length of a phase that ends by a metric, in optimizer steps, and the length of its schedule.
 
     Raises:

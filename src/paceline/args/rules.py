@@ -292,12 +292,12 @@ def check_accumulation(options: Options) -> None:
 
 
 def check_engine(options: Options) -> None:
-    """Checks that DeepSpeed is not combined with another way to parallelise."""
+    """Checks that DeepSpeed is not combined with another way to parallelize."""
     for name in ("parallel", "parallelism_config", "fsdp", "fsdp_config"):
         value = getattr(options, name)
         if value is not None and not is_off(value):
             using = "Using --fsdp xxx together with --deepspeed is not possible: " if name == "fsdp" else ""
-            raise ValueError(f"{using}deepspeed and {name}={value!r} are two ways to parallelise: keep one.")
+            raise ValueError(f"{using}deepspeed and {name}={value!r} are two ways to parallelize: keep one.")
     if options.checkpoint_format == "sharded":
         raise UnsupportedOption(
             "checkpoint_format='sharded' with deepspeed is not supported: its shards are consolidated; leave it out."
@@ -306,7 +306,7 @@ def check_engine(options: Options) -> None:
 
 
 def check_parallel(options: Options) -> None:
-    """Checks that at most one way to parallelise is set."""
+    """Checks that at most one way to parallelize is set."""
     if options.deepspeed:
         check_engine(options)
     elif check_mesh(options):
@@ -315,7 +315,7 @@ def check_parallel(options: Options) -> None:
         read_sharding(options.fsdp, options.fsdp_config)
         if isinstance(options.parallel, str) and options.parallel not in ("fsdp", "xla"):
             raise ValueError(
-                f"parallel={options.parallel!r} and fsdp={options.fsdp!r} are two ways to parallelise: keep one."
+                f"parallel={options.parallel!r} and fsdp={options.fsdp!r} are two ways to parallelize: keep one."
             )
     elif options.parallel == "fsdp":
         read_sharding(True, options.fsdp_config)

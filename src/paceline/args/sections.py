@@ -234,7 +234,7 @@ class LogSection:
         None, "Disable progress bars. Unset: only if the package's logger is set above WARNING.", is_switch=True
     )
     report_to: None | str | list[str] = option(  # noqa: RUF036  As above.
-        "none", "Reporters for the logs: a name, a list of names, 'all' installed ones, or 'none'."
+        "none", "Reporters for the logs: a name, a list of names, 'all' for those installed and configured, or 'none'."
     )
     run_name: str | None = option(None, "Name of the run, for reporters.")
     project: str = option("huggingface", "Project of W&B, or experiment of MLflow, if the environment names none.")
@@ -452,7 +452,10 @@ class ScriptSection:
     do_eval: bool = option(False, "Flag for scripts: evaluate. Set if eval_strategy is not 'no'.")
     do_predict: bool = option(False, "Flag for scripts: predict on the test set.")
     resume_from_checkpoint: str | None = option(
-        None, "Checkpoint that train() resumes from if its own argument is unset: a folder, or 'true' for the newest."
+        None,
+        "Checkpoint that train() resumes from if its own argument is unset: a folder or URL; 'true': the newest valid "
+        "one, which must exist; 'auto': that one if there is one; 'false': start over. Unset: start over (TFTrainer: "
+        "'auto').",
     )
     local_rank: int = option(-1, "Set by older launchers and ignored; the environment variable LOCAL_RANK is used.")
 
@@ -574,15 +577,17 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     keep_best_metric: str | None = option(
         None,
-        "Evaluation metric of keep_best; larger is better unless its name ends in 'loss'. Unset: "
-        "metric_for_best_model.",
+        "Evaluation metric of keep_best. Unset: metric_for_best_model, with greater_is_better. Of another metric, larger "
+        "is better unless its name ends in 'loss'.",
     )
     keep_every_steps: int = option(0, "Keep each checkpoint at a multiple of N optimizer steps. 0 disables it.")
     keep_every_hours: float = option(
         0.0, "Keep the first checkpoint, and then one per N hours of training. 0 disables it."
     )
     stop_signals: bool = option(
-        True, "On SIGTERM, SIGUSR1 or Ctrl-C, finish the optimizer step, write a checkpoint and return from train()."
+        True,
+        "On SIGTERM, SIGUSR1 or Ctrl-C, finish the optimizer step and write a checkpoint, if saving is on. train() then "
+        "returns; after Ctrl-C it raises KeyboardInterrupt.",
     )
     compile_regions: bool | None = option(
         None,
@@ -746,7 +751,7 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     per_device_train_tokens: int | None = option(
         None,
-        "Most tokens in one training micro-batch, padding included, per process: samples of similar length, or, with "
+        "Maximum number of tokens in one training micro-batch, padding included, per process: samples of similar length, or, with "
         "packing, whole rows. Unset: per_device_train_batch_size samples.",
     )
     batch_size_warmup: dict[str, Any] | str | list[Any] | None = option(

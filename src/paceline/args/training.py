@@ -192,7 +192,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         """Returns the warmup steps in a run of `num_training_steps` optimizer steps."""
         return resolve_warmup(self.warmup_steps, num_training_steps)
 
-    # Device and processes; the first access initialises them.
+    # Device and processes; the first access initializes them.
 
     def _world(self) -> World:
         from paceline.pytorch.distributed.world import (
@@ -208,7 +208,7 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     @property
     def _setup_devices(self) -> torch.device:
-        """The device of this process, under the name that some scripts use to initialise it."""
+        """The device of this process, under the name that some scripts use to initialize it."""
         return self.device
 
     @property

@@ -41,7 +41,7 @@ def accelerator_bytes() -> int | None:
     module = getattr(torch, device.type, None) if device is not None else None
     is_started = getattr(module, "is_initialized", None)
     if is_started is not None and not is_started():
-        return None  # the query would initialise the device
+        return None  # the query would initialize the device
     read = getattr(module, "memory_allocated", None) or getattr(module, "current_allocated_memory", None)
     return int(read()) if read is not None else None
 

@@ -179,7 +179,7 @@ class Device:
         self.first = self.held()
 
     def _is_ready(self) -> bool:
-        """True if the device was used; a query would initialise an unused one."""
+        """True if the device was used; a query would initialize an unused one."""
         ask = getattr(self._module, "is_initialized", None)
         return ask is None or bool(ask())
 

@@ -156,7 +156,7 @@ def rotate_checkpoints(
 ) -> list[str]:
     """Deletes the oldest checkpoints until `save_total_limit` are left; None or a number below 1 deletes none.
 
-    The newest and the best checkpoint are never deleted, so with a limit of 1 both may stay. The best one is recognised
+    The newest and the best checkpoint are never deleted, so with a limit of 1 both may stay. The best one is recognized
     by any spelling of its path, and by its name alone if the run folder was moved. `pinned` paths stay too, and count
     towards the limit only if they are among the newest.
 

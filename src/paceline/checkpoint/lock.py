@@ -285,7 +285,7 @@ def _take_away(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Context manager that serialises the removal of stale locks between processes, if the disk supports `flock`."""
+    """Context manager that serializes the removal of stale locks between processes, if the disk supports `flock`."""
     if fcntl is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Synchronisation of a run's folder to an object store: a thread uploads new files and deletes rotated checkpoints.
+"""Synchronization of a run's folder to an object store: a thread uploads new files and deletes rotated checkpoints.
 
 Each pass derives the pending work from the folder and the store, so an error, a kill or an outage loses nothing: the
 next pass continues. Checkpoints are uploaded first, the newest before older ones. Hard links protect a checkpoint

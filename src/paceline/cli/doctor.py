@@ -1,4 +1,4 @@
-"""`paceline doctor CONFIG.yaml`: looks for usual mistakes before a run."""
+"""`paceline doctor CONFIG.yaml`: looks for common mistakes before a run."""
 
 from __future__ import annotations
 

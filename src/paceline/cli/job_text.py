@@ -1,4 +1,4 @@
-"""Tokenises text data into rows, or into blocks of equal length."""
+"""Tokenizes text data into rows, or into blocks of equal length."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokenize(
 
     Args:
         model: a model of any framework; only its `config` (if any) and its class name are read.
-        inputs: the model's input columns; data with one of them is not tokenised.
+        inputs: the model's input columns; data with one of them is not tokenized.
         makes_blocks: True if the model compares each output with the next label, or is a masked language model. Other
             models need labels.
 
@@ -55,14 +55,14 @@ def tokenize(
         if tokenizer is None:
             if settings.get("text_column") is None and settings.get("block_size") is None:
                 continue  # the model or the collator may take text
-            raise UsageError("data: text has to be tokenised, and there is no tokenizer; give 'tokenizer'")
+            raise UsageError("data: text has to be tokenized, and there is no tokenizer; give 'tokenizer'")
         size = find_block_size(settings.get("block_size"), model, tokenizer)
         num_proc = settings.get("num_proc")
         if any(label in dataset.column_names for label in LABEL_NAMES):
             check_labels(dataset, name)
             ensure_padding(tokenizer, model)
             cut = RowTokenizer(tokenizer, column, size)
-            dataset = map_rows(dataset, cut, f"Tokenising {name}", num_proc, [column], batched=True)
+            dataset = map_rows(dataset, cut, f"Tokenizing {name}", num_proc, [column], batched=True)
         elif not makes_blocks:
             raise UsageError(describe_unlabelled(dataset, name, model))
         else:
@@ -103,7 +103,7 @@ def find_text_column(dataset: object, wanted: object, inputs: Collection[str]) -
     """Returns the text column: the given one, else `text`, else the only string column; None if there is none.
 
     Args:
-        inputs: the model's input columns; data with one of them is not tokenised.
+        inputs: the model's input columns; data with one of them is not tokenized.
     """
     columns = getattr(dataset, "column_names", None)
     if not columns or not hasattr(dataset, "map"):
@@ -159,11 +159,11 @@ def ensure_padding(tokenizer: Any, model: object) -> None:
 def make_blocks(
     dataset: Any, name: str, tokenizer: object, column: str, size: int, is_lines: bool, num_proc: object, model: object
 ) -> Any:
-    """Tokenises the rows, concatenates them, and splits them into blocks of `size` tokens."""
+    """Tokenizes the rows, concatenates them, and splits them into blocks of `size` tokens."""
     end = None if is_lines else getattr(tokenizer, "eos_token_id", None)
     columns = list(dataset.column_names)
     dataset = map_rows(
-        dataset, DocumentTokenizer(tokenizer, column, end), f"Tokenising {name}", num_proc, columns, batched=True
+        dataset, DocumentTokenizer(tokenizer, column, end), f"Tokenizing {name}", num_proc, columns, batched=True
     )
     rows = count_rows_per_call(dataset, size)
     cut = BlockCutter(size, has_labels=not type(model).__name__.endswith("MaskedLM"))

@@ -18,7 +18,7 @@ paceline: trains any PyTorch module, and Keras models with TensorFlow
   paceline demo digits          classify handwritten digits (needs scikit-learn)
   paceline init TASK            write a commented file for `paceline train`
   paceline plan CONFIG.yaml     show what a run will take: memory, disk, steps
-  paceline doctor CONFIG.yaml   look for usual mistakes in model, data and options
+  paceline doctor CONFIG.yaml   look for common mistakes in model, data and options
   paceline train CONFIG.yaml    train what a file describes
   paceline schema               print the JSON schema of these files, for editors
   paceline completion SHELL     print the script that completes commands and options in bash or zsh
@@ -93,7 +93,7 @@ A configuration:
   # data: {train: corpus.txt, eval_fraction: 0.05}
   # data: my_package.my_module:make_data      returns a dataset, (train, eval), or {train:, eval:, test:}
   preprocess: my_module:function     # for datasets.map: {factory: ..., batched: true, num_proc: 4};
-                                     #   remaining text is tokenised and split into blocks
+                                     #   remaining text is tokenized and split into blocks
   metrics: [accuracy, f1]            # of the eval set, by scikit-learn or torchmetrics (the extra `metrics`)
   data_collator: my_module:collate   # also: compute_metrics, compute_loss_func,
                                      #   preprocess_logits_for_metrics, trainer (a subclass of Trainer)

@@ -177,7 +177,7 @@ def tokenize_text(config: JobConfig, splits: Splits, model: Any, tokenizer: Any,
 
 
 def check_text(splits: Splits, label_names: Sequence[str] | None) -> None:
-    """Refuses a data set without numeric inputs, because text columns are dropped from batches.
+    """Refuses a dataset without numeric inputs, because text columns are dropped from batches.
 
     Raises:
         UsageError: all columns except the labels are text.

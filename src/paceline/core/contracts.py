@@ -178,7 +178,7 @@ class Strategy(Protocol):
     """Places and shards tensors on devices. Each strategy has its own file; no other module names a backend.
 
     `prepare` takes an optimizer *factory*, so that each strategy calls it when the parameters are final: before
-    wrapping, after sharding, or inside the initialisation of a backend's engine.
+    wrapping, after sharding, or inside the initialization of a backend's engine.
     """
 
     device: Any

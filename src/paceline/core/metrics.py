@@ -117,7 +117,7 @@ def is_better(metric: float, best: float | None, greater_is_better: bool) -> boo
     return metric > best if greater_is_better else metric < best
 
 
-# Not about the quality of a model: excluded from the sum that a search optimises.
+# Not about the quality of a model: excluded from the sum that a search optimizes.
 _UNRELATED_ENDINGS = ("_runtime", "_per_second", "_preparation_time", "_compilation_time")
 
 

@@ -441,7 +441,7 @@ class Trainer(HubNames, ForSubclasses):
         """Trains as configured by the arguments.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder; True for the newest valid one in `output_dir`; "auto" for that
+            resume_from_checkpoint: a checkpoint folder or its URL; True for the newest valid one in `output_dir`; "auto" for that
                 one if there is one; False to start over; None for the option of this name, which starts over if unset.
             trial: the trial of a hyperparameter search.
             ignore_keys_for_eval: keys of the model's output that evaluation drops.
@@ -538,7 +538,7 @@ class Trainer(HubNames, ForSubclasses):
         return preview.plan_of(self, time)
 
     def doctor(self) -> findings.Diagnosis:
-        """Checks model, data, loss and options for usual mistakes, on copies; see docs/before_a_run.md.
+        """Checks model, data, loss and options for common mistakes, on copies; see docs/before_a_run.md.
 
         Raises:
             UnsupportedOption: the training data can be read only once, or the model is sharded already.

@@ -1,4 +1,4 @@
-"""The digits: recognised, counted, and the same again when the run is finished."""
+"""The digits: recognized, counted, and the same again when the run is finished."""
 
 import sys
 from pathlib import Path

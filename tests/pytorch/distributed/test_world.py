@@ -51,7 +51,7 @@ def test_what_does_not_fit_together_is_said() -> None:
         choose_backend("nccl", torch.device("cpu"))
     with pytest.raises(ValueError, match="there is one"):
         resolve(TrainingArguments("x", fsdp=True), micro_batches_per_epoch=3)
-    with pytest.raises(ValueError, match="two ways to parallelise"):
+    with pytest.raises(ValueError, match="two ways to parallelize"):
         TrainingArguments("x", fsdp=True, parallel="ddp")
     with pytest.raises(ValueError, match="set fsdp=True too"):
         TrainingArguments("x", fsdp_config={"min_num_params": 3})

@@ -11,7 +11,7 @@ from paceline.pytorch.model.factory import check_trainable
 
 
 class Quantized(nn.Linear):
-    """A quantiser as transformers attaches it to a quantised model."""
+    """A quantizer as transformers attaches it to a quantized model."""
 
     is_quantized = True
 

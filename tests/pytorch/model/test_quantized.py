@@ -1,4 +1,4 @@
-"""Quantised models: bitsandbytes on a CPU, with LoRA beside the frozen weights, as the reference trains them."""
+"""Quantized models: bitsandbytes on a CPU, with LoRA beside the frozen weights, as the reference trains them."""
 
 import warnings
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def _one_process() -> Iterator[None]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A Llama in a folder, to be quantised where it is loaded."""
+    """A Llama in a folder, to be quantized where it is loaded."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,

@@ -292,7 +292,7 @@ class PoppingLabels(Trainer):
 @pytest.mark.parametrize("as_tuples", [True, False])
 @pytest.mark.parametrize("way", ["function", "override"])
 def test_a_forward_without_labels_is_evaluated_with_them(tmp_path: Path, as_tuples: bool, way: str) -> None:
-    """The commonest of all: an nn.Sequential, a data set of (input, target), and a loss function."""
+    """The commonest of all: an nn.Sequential, a dataset of (input, target), and a loss function."""
     x, y = torch.stack([s["x"] for s in DATA]), torch.stack([s["labels"] for s in DATA])
     data: Any = TensorDataset(x, y) if as_tuples else [{"input": a, "labels": b} for a, b in zip(x, y, strict=True)]
     seen: list[Any] = []

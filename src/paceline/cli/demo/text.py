@@ -81,7 +81,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class TextTask:
-    """Text, tokenizer and the tokenised sequences.
+    """Text, tokenizer and the tokenized sequences.
 
     Attributes:
         bytes_per_token: mean bytes per token of the held-out text, to convert nats per token to bits per byte.

@@ -187,7 +187,7 @@ def copied_model(model: nn.Module, copy_tensor: Callable[[Tensor], Tensor]) -> n
 
     If only adapters are saved, the frozen weights are shared with `model`.
 
-    Raises: NotCopyable, for quantised weights and other special tensors.
+    Raises: NotCopyable, for quantized weights and other special tensors.
     """
     made: dict[int, Any] = {}
     only_trained = has_adapters(model)

@@ -50,7 +50,7 @@ class ModelState:
     Attributes:
         tensors: each tensor under the first of its names.
         tied: maps the other names of a tensor to its first name.
-        extra: values other than plain tensors (`get_extra_state`, quantised weights), equal on all processes.
+        extra: values other than plain tensors (`get_extra_state`, quantized weights), equal on all processes.
     """
 
     tensors: Named

@@ -1,7 +1,7 @@
 """Weight files of a plain module: safetensors, split into shards if large, with tied tensors stored once.
 
 File names and index are those that transformers and most tools read. Values that safetensors cannot hold (a module's
-`get_extra_state`, sparse, quantised or complex tensors) are saved to `model_extra_state.pt`.
+`get_extra_state`, sparse, quantized or complex tensors) are saved to `model_extra_state.pt`.
 """
 
 from __future__ import annotations

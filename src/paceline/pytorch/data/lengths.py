@@ -33,7 +33,7 @@ def sample_count(loader: object) -> int | None:
 
 
 def evaluation_samples(data: object) -> int | None:
-    """Returns the samples of one evaluation of a data set, or of a dict of several; None if one has no length."""
+    """Returns the samples of one evaluation of a dataset, or of a dict of several; None if one has no length."""
     lengths = [length_of(each) for each in (data.values() if isinstance(data, dict) else [data])]
     return None if None in lengths else sum(filter(None, lengths))
 

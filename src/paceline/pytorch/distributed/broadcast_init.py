@@ -84,7 +84,7 @@ def spread(model: nn.Module, device: torch.device) -> None:
     """Broadcasts the first process's values into a model that is whole on every process, as DistributedDataParallel
     does.
 
-    Costs one broadcast per tensor. Tensor subclasses (quantised weights) and tensors without values are skipped.
+    Costs one broadcast per tensor. Tensor subclasses (quantized weights) and tensors without values are skipped.
     """
     plain = (tensor for _, _, tensor in tensors_of(model) if type(tensor) in (nn.Parameter, Tensor))
     for tensor in {id(tensor): tensor for tensor in plain if not tensor.is_meta}.values():

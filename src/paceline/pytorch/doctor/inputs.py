@@ -15,7 +15,7 @@ MOST_SHARED, FEW_SHARED = 0.05, 0.01  # shares of the evaluation rows that are a
 
 
 def find_bad_inputs(case: Case) -> Iterator[Finding]:
-    """Inputs that are not finite, or not normalised."""
+    """Inputs that are not finite, or not normalized."""
     for name, value in case.batch.items():
         if name in case.label_names or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
@@ -29,7 +29,7 @@ def find_bad_inputs(case: Case) -> Iterator[Finding]:
         mean, spread = float(value.float().mean()), float(value.float().std()) if value.numel() > 1 else 0.0
         if max(abs(mean), spread) > LARGE:
             yield Finding(
-                WARNING, f"{name!r} has mean {mean:.3g} and standard deviation {spread:.3g}", "Normalise the inputs."
+                WARNING, f"{name!r} has mean {mean:.3g} and standard deviation {spread:.3g}", "Normalize the inputs."
             )
 
 

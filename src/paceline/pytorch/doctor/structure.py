@@ -57,7 +57,7 @@ def find_initial_loss(case: Case) -> Iterator[Finding]:
         yield Finding(
             WARNING,
             f"the first loss is {loss:.3g}, that of guessing among {width} classes is {chance:.3g}",
-            "Check the initialisation of the last layer, the labels, and that the loss is a mean.",
+            "Check the initialization of the last layer, the labels, and that the loss is a mean.",
         )
 
 
@@ -106,7 +106,7 @@ def find_bad_gradients(case: Case) -> Iterator[Finding]:
     if bad:
         yield Finding(ERROR, f"the gradient of {', '.join(bad[:3])} is not finite", "Check the loss and the inputs.")
     elif known and (norm := float(torch.stack([each.float().norm() for each in known.values()]).norm())) > EXPLODING:
-        yield Finding(WARNING, f"the gradient norm is {norm:.3g}", "Normalise inputs, or lower the initial weights.")
+        yield Finding(WARNING, f"the gradient norm is {norm:.3g}", "Normalize inputs, or lower the initial weights.")
     held = {id(each) for group in case.make_optimizer(model).param_groups for each in group["params"]}
     missing = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
     if missing:
@@ -158,6 +158,6 @@ def find_wrong_modes(case: Case) -> Iterator[Finding]:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Returns True for a module with parameters of which none is trained, as normalisation of a frozen backbone."""
+    """Returns True for a module with parameters of which none is trained, as normalization of a frozen backbone."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

@@ -43,12 +43,12 @@ def check_model(model: object, source: str) -> nn.Module:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Rejects a quantised model of transformers without an adapter, or with one that gets no gradient.
+    """Rejects a quantized model of transformers without an adapter, or with one that gets no gradient.
 
-    Quantised weights take no gradient, so only the floating-point parameters (norms and biases) would be trained.
+    Quantized weights take no gradient, so only the floating-point parameters (norms and biases) would be trained.
 
     Raises:
-        ValueError: the model is quantised and cannot be trained.
+        ValueError: the model is quantized and cannot be trained.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     has_adapter = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
@@ -69,6 +69,6 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def method_of(quantizer: object) -> str:
-    """Returns the name of a quantisation method."""
+    """Returns the name of a quantization method."""
     method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", "unknown")
     return str(getattr(method, "value", method))

@@ -1,4 +1,4 @@
-"""Replaces torch's normalisation layers by the fused ones of NVIDIA's Apex, with the same parameters."""
+"""Replaces torch's normalization layers by the fused ones of NVIDIA's Apex, with the same parameters."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ def reset_decay(optimizer: Any) -> None:
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Returns the names of the parameters with weight decay: all but biases and normalisation layers.
+    """Returns the names of the parameters with weight decay: all but biases and normalization layers.
 
-    A layer is recognised as normalisation by its type (torch's, or a class whose name ends in "Norm") or by the
+    A layer is recognized as normalization by its type (torch's, or a class whose name ends in "Norm") or by the
     parameter's name. Embeddings have weight decay. Tied parameters are listed under each of their names.
     """
     names = []
@@ -52,7 +52,7 @@ def parameter_groups(
 
     Args:
         model: the model.
-        weight_decay: of the first group; the second group, of biases and normalisation layers, has none.
+        weight_decay: of the first group; the second group, of biases and normalization layers, has none.
         optimizer_name: "muon" puts a group of hidden matrices, marked `use_muon=True`, before these two.
         targets: the modules whose 2-D weights Muon trains; see `matches`. None: all 2-D weights except those of
             embeddings and of the output layer.

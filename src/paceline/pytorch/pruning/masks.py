@@ -81,8 +81,8 @@ def find_targets(
 ) -> list[Target]:
     """Returns the trained weights of linear and convolutional layers that are pruned, in the model's order.
 
-    Weights that an embedding shares, frozen and quantised ones, and those that `torch.nn.utils.prune` or another
-    parametrisation computes are not among them.
+    Weights that an embedding shares, frozen and quantized ones, and those that `torch.nn.utils.prune` or another
+    parametrization computes are not among them.
 
     Raises:
         UnsupportedOption: nothing is left to prune, or a shape does not fit the unit.

@@ -1,4 +1,4 @@
-"""TRL's direct preference optimisation, with a reference model and with LoRA (no reference model)."""
+"""TRL's direct preference optimization, with a reference model and with LoRA (no reference model)."""
 
 from datasets import Dataset
 from small_parts import EVALUATED, adapter, causal, run, sentences, settings, tokenizer
