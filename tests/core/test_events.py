@@ -1,6 +1,7 @@
 import copy
 import inspect
 import pickle
+import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -144,18 +145,32 @@ def test_keywords_are_left_away_only_where_nobody_uses_them():
     assert derived.seen["model"] == "model"
 
 
-def test_a_returned_control_replaces_the_one_given():
-    other = TrainerControl(should_save=True)
+def test_a_returned_control_replaces_the_flags_of_the_one_given():
+    """There is one control in a run, so that no part of it looks at the flags of another."""
 
     class Replacing(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            return other
+            return TrainerControl(should_save=True)
 
     class Seeing(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            assert control is other
+            assert (control.should_save, control.should_log) == (True, False)
 
-    assert fire(CallbackHandler([Replacing(), Seeing()]), "on_step_end") is other
+    control = TrainerControl(should_log=True)
+    handler = CallbackHandler([Replacing(), Seeing()])
+    assert handler.fire("on_step_end", None, TrainerState(), control) is control
+    assert control == TrainerControl(should_save=True)
+
+
+def test_a_copy_of_a_control_has_flags_of_its_own_and_steers_the_same_run():
+    control = TrainerControl(should_log=True)
+    with control.accepting(is_shared=False) as requests:
+        requests.writer = threading.Lock()  # what cannot be copied, as a thread that writes a checkpoint
+        other = copy.deepcopy(control)
+        assert other == control
+        assert other.requests is requests
+        other.should_log = False
+    assert control.should_log
 
 
 def test_each_listener_has_its_own_logs():

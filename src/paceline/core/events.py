@@ -457,7 +457,7 @@ class CallbackHandler(TrainerCallback):
     def fire(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **extra: Any
     ) -> TrainerControl:
-        """Calls the listeners of `event` in order. Returns the control, or the last one that a callback returned."""
+        """Calls the listeners of `event` in order, and returns the control; one that they return replaces its flags."""
         listeners = self.table[event]
         if not listeners:
             return control
@@ -470,8 +470,8 @@ class CallbackHandler(TrainerCallback):
             if logs is not None:
                 kwargs["logs"] = dict(logs)  # one copy per callback: some reporters remove keys
             result = listener(args, state, control, **kwargs)
-            if result is not None:
-                control = result
+            if result is not None and result is not control:
+                control.adopt(result)
         return control
 
     def call_event(

@@ -250,6 +250,15 @@ class TrainerControl(SettingControl, ExportableState):
     should_evaluate: bool = False
     should_log: bool = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainerControl:
+        """Returns a copy with its own flags; the settings that it changes are those of the same run."""
+        return copy.copy(self)
+
+    def adopt(self, other: TrainerControl) -> None:
+        """Takes over the flags of another control, which a callback has returned to replace this one."""
+        for flag in dataclasses.fields(self):
+            setattr(self, flag.name, getattr(other, flag.name))
+
     def begin_training(self) -> None:
         """Resets the flag that lasts one run."""
         self.should_training_stop = False

@@ -1,5 +1,6 @@
 """The events of a run, in their order, with what they carry."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from recorded_events import EVENTS_OF_TWO_STEPS, TWO_STEPS, Recorder
 from small_models import Classifier, classification, losses, make_trainer
 
-from paceline import EarlyStoppingCallback, Trainer, TrainerCallback
+from paceline import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl
 
 DATA = classification(16)
 
@@ -122,6 +123,38 @@ def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
     fresh = Classifier(seed=3)
     Trainer(model=fresh, args=trainer.args)._load_from_checkpoint(str(best))
     assert torch.equal(fresh.first.weight, trainer.model.first.weight)
+
+
+def test_a_callback_evaluates_the_training_data_and_returns_a_copy_of_the_control(tmp_path: Path) -> None:
+    """The usual way to log training metrics: the evaluation resets the flags, and the copy brings them back."""
+
+    class Train(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if not control.should_evaluate:
+                return None
+            kept = copy.deepcopy(control)
+            trainer.evaluate(DATA, metric_key_prefix="train")
+            return kept
+
+    kinds = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3}
+    trainer = make_trainer(
+        tmp_path, Classifier(), DATA, **kinds, eval_dataset=DATA[:4], callbacks=[Train()], load_best_model_at_end=True
+    )
+    trainer.train()
+    rows = trainer.state.log_history
+    assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8, 12]
+    assert sum("train_loss" in row and "train_runtime" in row for row in rows) >= 3
+    assert trainer.state.best_model_checkpoint is not None
+
+
+def test_a_returned_control_stops_a_run_that_logs_at_that_step(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            return TrainerControl(should_training_stop=True, should_log=True) if state.global_step == 2 else None
+
+    trainer = make_trainer(tmp_path, Classifier(), DATA, callbacks=[Stop()])
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_save_strategy_best(tmp_path: Path) -> None:
