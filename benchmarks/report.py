@@ -212,8 +212,9 @@ def resume_time(result: Result) -> str:
         [name, spread(row["seconds"]), spread(row["samples_read"], "{:,.0f}")] for name, row in result["rows"].items()
     ]
     about = (
-        "From the call of `train(resume_from_checkpoint=True)` until the first optimizer step is done, in a process that has "
-        f"imported everything: {stream_steps:,} optimizer steps of {stream_batch} samples into a stream with `state_dict`, and "
+        "From the call of `train(resume_from_checkpoint=True)` until the first optimizer step is done, in a process "
+        f"that has imported everything: {stream_steps:,} optimizer steps of {stream_batch} samples into a stream with "
+        "`state_dict`, and "
         f"{map_steps * map_batch:,} samples into a dataset with an index. The checkpoint is verified first; large "
         f"files at {spread(result['verified_gb_per_second'])} GB/s here.\n\n"
     )

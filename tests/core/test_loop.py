@@ -15,6 +15,7 @@ import pytest
 from paceline.args.plan import resolve
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.flow import DefaultFlowCallback
+from paceline.core import loop
 from paceline.core import loop as loops
 from paceline.core.contracts import Hooks, StepOutput
 from paceline.core.events import CallbackHandler, TrainerCallback
@@ -397,6 +398,62 @@ def test_a_signal_during_an_event_of_the_epochs_end(tmp_path: Path) -> None:
     assert (run.feed.epoch, run.feed.consumed) == (1, 0)
 
 
+def test_an_epoch_that_a_signal_left_at_its_last_step_is_ended_after_a_resume(tmp_path: Path) -> None:
+    """As an evaluation at the end of the last epoch; once only, and not if `max_steps` ended it before."""
+    options = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    stop = At("on_step_begin", 7, call=lambda: setattr(run.signals, "requested", signal.SIGTERM))
+    run = Run(tmp_path, stop, **options)
+    run.loop.run()
+    assert run.done == [("evaluate", 4), ("save", 4), ("save", 8)]
+    assert run.loop.is_epoch_open
+    again = Run(tmp_path, **options)
+    again.state.global_step = 8
+    again.feed.load_state_dict(run.feed.state_dict())
+    again.loop.resume(UpdateSummary(), set(), None, run.loop.is_epoch_open)
+    again.loop.run()
+    assert again.done == [("evaluate", 8), ("save", 8)]
+    assert not again.loop.is_epoch_open
+    cut = Run(tmp_path, max_steps=6, eval_strategy="epoch", save_strategy="epoch")
+    cut.loop.run()
+    assert not cut.loop.is_epoch_open
+
+
+@pytest.mark.parametrize(
+    ("logging_steps", "done"), [(2, [("log", 2), ("rewind", 4), ("save", 2)]), (9, [("rewind", 4), ("save", 0)])]
+)
+def test_a_signal_and_a_rewind_at_one_step_leave_a_checkpoint(tmp_path: Path, logging_steps: int, done: Any) -> None:
+    """It holds the step that the run was rewound to, whether an action or the end of the run finds the bad step."""
+    stop = At("on_step_end", 4, call=lambda: setattr(run.signals, "requested", signal.SIGTERM))
+    kinds = {"logging_strategy": "steps", "logging_steps": logging_steps, "save_strategy": "steps"}
+    run = Run(tmp_path, stop, max_steps=8, nonfinite_policy="rollback", **kinds)
+    run.engine.bad = {12}
+    run.loop.run()
+    assert run.done == done
+    assert run.loop.is_heeded
+
+
+@pytest.mark.parametrize("options", [{"num_train_epochs": 3}, {"max_steps": 12}])
+def test_an_epoch_that_a_callback_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture, options: Any) -> None:
+    run = Run(tmp_path, At("on_epoch_begin", 4, "should_epoch_stop"), **options)
+    run.loop.run()
+    assert run.state.global_step == (8 if "num_train_epochs" in options else 12)
+    assert not caplog.text
+
+
+def test_callbacks_that_skip_every_epoch_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Skip(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 4
+
+    monkeypatch.setattr(loop, "MAX_SKIPPED", 3)
+    run = Run(tmp_path, Skip(), max_steps=12)
+    run.loop.run()
+    assert run.state.global_step == 4
+    assert "Callbacks ended 3 epochs in a row before a step" in caplog.text
+
+
 def test_finished_background_work_is_settled_at_the_next_step(tmp_path: Path) -> None:
     run = Run(tmp_path, At("on_step_end", 2, call=lambda: setattr(run.saves, "is_due", True)), max_steps=4)
     run.loop.run()
@@ -469,6 +526,19 @@ def test_the_best_is_strictly_better(tmp_path: Path) -> None:
     run.loop.run()
     assert [each for each in run.done if each[0] == "save"] == steps(1, 3, what="save")
     assert (run.state.best_metric, run.state.best_global_step) == (1.0, 3)
+
+
+def test_a_signal_during_an_evaluation_at_the_start(tmp_path: Path) -> None:
+    def evaluate() -> Any:
+        assert run.signals.stops_evaluation
+        run.signals.requested = signal.SIGTERM
+        raise Interrupted
+
+    run = Run(tmp_path, max_steps=8, eval_strategy="steps", eval_on_start=True, save_strategy="steps")
+    run.evaluate = evaluate
+    run.loop.run()
+    assert run.done == steps(0, what="save")
+    assert not run.signals.stops_evaluation
 
 
 def test_an_evaluation_at_the_start_is_no_best(tmp_path: Path) -> None:

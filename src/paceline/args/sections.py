@@ -577,8 +577,8 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     keep_best_metric: str | None = option(
         None,
-        "Evaluation metric of keep_best. Unset: metric_for_best_model, with greater_is_better. Of another metric, larger "
-        "is better unless its name ends in 'loss'.",
+        "Evaluation metric of keep_best. Unset: metric_for_best_model, with greater_is_better. Of another metric, "
+        "larger is better unless its name ends in 'loss'.",
     )
     keep_every_steps: int = option(0, "Keep each checkpoint at a multiple of N optimizer steps. 0 disables it.")
     keep_every_hours: float = option(
@@ -586,8 +586,8 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     stop_signals: bool = option(
         True,
-        "On SIGTERM, SIGUSR1 or Ctrl-C, finish the optimizer step and write a checkpoint, if saving is on. train() then "
-        "returns; after Ctrl-C it raises KeyboardInterrupt.",
+        "On SIGTERM, SIGUSR1 or Ctrl-C, finish the optimizer step and write a checkpoint, if saving is on. train() "
+        "then returns; after Ctrl-C it raises KeyboardInterrupt.",
     )
     compile_regions: bool | None = option(
         None,
@@ -751,8 +751,8 @@ class PacelineSection(AverageSection, DistillationSection):
     )
     per_device_train_tokens: int | None = option(
         None,
-        "Maximum number of tokens in one training micro-batch, padding included, per process: samples of similar length, or, with "
-        "packing, whole rows. Unset: per_device_train_batch_size samples.",
+        "Maximum number of tokens in one training micro-batch, padding included, per process: samples of similar "
+        "length, or, with packing, whole rows. Unset: per_device_train_batch_size samples.",
     )
     batch_size_warmup: dict[str, Any] | str | list[Any] | None = option(
         None,

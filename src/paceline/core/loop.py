@@ -34,6 +34,7 @@ from paceline.core.summary import UpdateSummary
 
 logger = logging.getLogger(__name__)
 
+MAX_SKIPPED = 1000  # epochs in a row that callbacks end before their first optimizer step
 MAX_UNREAD = 1000  # optimizer steps whose metrics wait on the device, about 1 KB each, while nothing is due
 
 
@@ -93,6 +94,8 @@ class Loop:
         self._unread: list[tuple[int, int, int, int]] = []  # (step, epoch, first, count) of steps not yet read
         self._snapshot: Any = None  # the last good state, if the policy is rollback
         self._ends_epoch = False  # the epoch was to end at the snapshot
+        self.is_epoch_open = False  # on_epoch_end has not been fired for the epoch that began last
+        self._num_skipped, self._skipped_at = 0, -1  # epochs in a row that a callback skipped, and their step
         self.micro_batches = MicroBatchSize(plan)
         self.batches_per_epoch = micro_batches_in(plan, state.max_steps)
 
@@ -103,9 +106,15 @@ class Loop:
         self.batches_per_epoch = micro_batches_in(plan, self.state.max_steps)
 
     def resume(
-        self, unlogged: UpdateSummary, skipped: set[tuple[int, int]], micro_batches: Mapping[str, Any] | None = None
+        self,
+        unlogged: UpdateSummary,
+        skipped: set[tuple[int, int]],
+        micro_batches: Mapping[str, Any] | None = None,
+        is_epoch_open: bool = False,
     ) -> None:
-        """Restores from a checkpoint: the steps not logged yet, the skipped windows, and the micro-batch size."""
+        """Restores from a checkpoint: the steps not logged yet, the skipped windows, the micro-batch size, and whether
+        the epoch of the checkpoint has to be ended."""
+        self.is_epoch_open = is_epoch_open
         self.unlogged = unlogged
         self.skipped = skipped
         self.num_allowed_for = len(skipped) - (self.plan.max_steps - self.state.max_steps)
@@ -121,7 +130,9 @@ class Loop:
         if self.control.should_evaluate:
             self.finish_pending()
         elif self.plan.eval_on_start and self.state.global_step == 0:
-            self.evaluate(skip_scheduler=True)
+            self.evaluate_on_start()
+        if self.is_epoch_open and self.state.global_step >= self.state.max_steps:
+            self.run_epoch(self.feed.epoch)  # stopped between the last step and the end of its epoch
         # with max_steps the data is repeated until all steps are done
         num_epochs = math.inf if self.args.max_steps > 0 else self.plan.num_epochs
         while True:
@@ -131,6 +142,8 @@ class Loop:
             if bad is None:
                 break
             self.rewind(bad)
+            if self.control.should_save:
+                self.hooks.act()
         if self.unlogged.num_updates:
             self.summarise()  # not logged, but part of the mean loss of the run
 
@@ -182,7 +195,7 @@ class Loop:
                 if feed.is_restored:  # rewound: the position may be in an earlier epoch
                     return
         if not has_stepped:
-            self.stop_without_data(epoch)
+            self.end_without_steps(epoch, is_exhausted)
         self.end_epoch(is_exhausted or control.should_epoch_stop or feed.batches >= per_epoch)
 
     def begin_epoch(self, epoch: int) -> TrainerControl:
@@ -192,18 +205,31 @@ class Loop:
         note((OTHER, now()))
         feed.start_epoch(epoch)
         note((DATA, now()))
+        self.is_epoch_open = True
         control = self.handler.on_epoch_begin(self.args, self.state, self.control)
         control.should_epoch_stop |= is_ended
         return control
 
-    def stop_without_data(self, epoch: int) -> None:
-        """Stops the training with a warning: the epoch had no batch, and a further one would have none either."""
-        logger.warning(
-            "There seems not to be a single sample in your epoch_iterator: the training data gave no batch in "
-            "epoch %d, stopping training at step %d of %d.",
-            *(epoch, self.state.global_step, self.state.max_steps),
-        )
-        self.control.should_training_stop = True
+    def end_without_steps(self, epoch: int, is_exhausted: bool) -> None:
+        """Stops the training with a warning if a further epoch would have no step either.
+
+        Args:
+            epoch: the epoch, which had no step.
+            is_exhausted: its data gave no batch; otherwise a callback ended it.
+        """
+        if is_exhausted:
+            logger.warning(
+                "There seems not to be a single sample in your epoch_iterator: the training data gave no batch in "
+                "epoch %d, stopping training at step %d of %d.",
+                *(epoch, self.state.global_step, self.state.max_steps),
+            )
+            self.control.should_training_stop = True
+            return
+        is_first = self._skipped_at != self.state.global_step
+        self._skipped_at, self._num_skipped = self.state.global_step, 1 if is_first else self._num_skipped + 1
+        if self._num_skipped > MAX_SKIPPED:
+            logger.warning("Callbacks ended %d epochs in a row before a step: stopping training.", MAX_SKIPPED)
+            self.control.should_training_stop = True
 
     def end_epoch(self, is_exhausted: bool) -> None:
         """Fires on_epoch_end, then logs, evaluates and saves if due; does nothing if a signal ended the epoch early."""
@@ -212,6 +238,7 @@ class Loop:
         if is_exhausted:  # a checkpoint written from now on resumes with the next epoch
             self.feed.finish_epoch()
         self.control.begin_step()
+        self.is_epoch_open = False
         self.control = self.handler.on_epoch_end(self.args, self.state, self.control)
         if self.signals.requested is not None:
             self.heed_signal()
@@ -275,7 +302,8 @@ class Loop:
         bad = self.collect()
         if bad is not None:
             self.rewind(bad)
-            return
+            if not self.is_heeded:
+                return
         if self.control.should_log and self.unlogged.num_updates:
             self.ledger.close_row()
             self.hooks.log(self.summarise(), self.start_time)
@@ -353,23 +381,34 @@ class Loop:
         self.hooks.rewind(self._snapshot, bad)
         self.control.begin_step()
         self.control.should_epoch_stop = self._ends_epoch
-        self.control.should_training_stop = self.signals.requested is not None
+        self.control.should_training_stop = False
         if self.args.max_steps <= 0:  # skipped steps shorten the run; max_steps must stay its last step
             num_lost = len(self.skipped) - self.num_allowed_for
             self.state.max_steps = min(self.state.max_steps, self.plan.max_steps - num_lost)
         logger.warning("Rewound to step %d; %d samples are skipped.", self.state.global_step, bad.num_samples)
+        if self.signals.requested is not None:
+            self.heed_signal()
 
     def evaluate(self, skip_scheduler: bool = False) -> None:
         """Evaluates and updates the best model."""
         self.ledger.note((OTHER, self.ledger.now()))
         try:
-            metrics = self.hooks.evaluate(skip_scheduler)
+            with self.signals.stopping_evaluation():
+                metrics = self.hooks.evaluate(skip_scheduler)
         finally:
             self.ledger.note((EVALUATE, self.ledger.now()))
         self.control.should_evaluate = False
         is_best = not skip_scheduler and self.note_best(metrics)
         if self.plan.save_strategy == "best":
             self.control.should_save = is_best
+
+    def evaluate_on_start(self) -> None:
+        """Evaluates before the first optimizer step; a run that is asked to stop meanwhile repeats it when resumed."""
+        try:
+            self.evaluate(skip_scheduler=True)
+        except Interrupted:
+            self.heed_signal()
+            self.hooks.act()
 
     def note_best(self, metrics: dict[str, float]) -> bool:
         """Records the best metric. Returns True if this one is strictly better than all before."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -36,12 +37,25 @@ class StopSignals:
         self.enabled, self.is_distributed = enabled, is_distributed
         self.requested: int | None = None
         self.noted: int | None = None
+        self.stops_evaluation = False  # an evaluation in progress is one that the loop repeats in a resumed run
         self._before: dict[int, Any] = {}
 
     @property
     def is_keyboard(self) -> bool:
         """True if the stop was requested by Ctrl-C."""
         return self.requested == signal.SIGINT
+
+    @contextmanager
+    def stopping_evaluation(self) -> Iterator[None]:
+        """Returns a context in which evaluations raise `Interrupted` once a stop is requested.
+
+        Others, such as those of a callback, run to their end: nothing outside of the loop handles the exception.
+        """
+        self.stops_evaluation = True
+        try:
+            yield
+        finally:
+            self.stops_evaluation = False
 
     def agree(self, by_keyboard: bool) -> None:
         """Sets `requested` after all ranks have agreed to stop because one of them was asked to."""

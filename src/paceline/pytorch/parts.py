@@ -189,7 +189,7 @@ def evaluation_loop_of(trainer: Trainer, **changes: Any) -> EvaluationLoop:
         "options": options,
         "name_inputs": trainer.objective.name_inputs,
         "on_step": on_step,
-        "is_stopping": lambda: signals is not None and signals.requested is not None,
+        "is_stopping": lambda: signals is not None and signals.requested is not None and signals.stops_evaluation,
         "expect": expect if keeps_logits else None,
         "augmented": trainer.augmented,
     }

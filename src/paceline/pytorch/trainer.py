@@ -441,8 +441,9 @@ class Trainer(HubNames, ForSubclasses):
         """Trains as configured by the arguments.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder or its URL; True for the newest valid one in `output_dir`; "auto" for that
-                one if there is one; False to start over; None for the option of this name, which starts over if unset.
+            resume_from_checkpoint: a checkpoint folder or its URL; True for the newest valid one in `output_dir`;
+                "auto" for that one if there is one; False to start over; None for the option of this name, which starts
+                over if unset.
             trial: the trial of a hyperparameter search.
             ignore_keys_for_eval: keys of the model's output that evaluation drops.
             model_path: the older name of `resume_from_checkpoint`.

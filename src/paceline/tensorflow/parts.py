@@ -129,7 +129,7 @@ def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
         compute_metrics=trainer.compute_metrics,
         preprocess=trainer.preprocess_logits_for_metrics,
         compiled=trainer.objective.compiled if trainer.n_replicas == 1 and trainer.augmented is None else None,
-        is_interrupted=lambda: run is not None and run.signals.requested is not None,
+        is_interrupted=lambda: run is not None and run.signals.requested is not None and run.signals.stops_evaluation,
         on_step=on_step,
         augmented=trainer.augmented,
     )

@@ -278,7 +278,8 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
             run.begin_at(self.state)
             loop = self.make_loop(run, self.hooks(run, progress), NothingPending())
             if checkpoint is not None:
-                loop.resume(*read_unlogged(checkpoint, progress), progress.get("micro_batches"))
+                is_epoch_open = progress.get("is_epoch_open") is True
+                loop.resume(*read_unlogged(checkpoint, progress), progress.get("micro_batches"), is_epoch_open)
         return loop
 
     def restore_items(self, run: core.Run, checkpoint: Path, progress: Mapping[str, Any]) -> None:

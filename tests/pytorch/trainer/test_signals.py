@@ -123,8 +123,13 @@ for name, plan in {
     "epochs: in an evaluation": {"event": "prediction_step", "step": 3, "signals": ["SIGTERM"], "saved at": 3},
     "epochs: in the last evaluation": {"event": "prediction_step", "step": 6, "signals": ["SIGTERM"], "saved at": 6},
     "epochs: in an update": {"event": "substep_end", "step": 4, "signals": ["SIGTERM"], "saved at": 5},
+    # the epoch ends, and is evaluated, after the resume
+    "epochs: in the last update": {"event": "substep_end", "step": 5, "signals": ["SIGTERM"], "saved at": 6},
 }.items():
     STOPS[name] = {**plan, "options": EPOCHS, "whole": "epochs"}
+START = {"eval_on_start": True}
+plan = {"event": "prediction_step", "step": 0, "signals": ["SIGTERM"], "saved at": 0}
+STOPS["in the evaluation at the start"] = {**plan, "options": START, "whole": "evaluated at the start"}
 EVERY = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
 for event in ("log", "evaluate", "save"):
     plan = {"event": event, "step": 3, "signals": ["SIGTERM"], "saved at": 3}
@@ -134,6 +139,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "epochs": {"options": EPOCHS},
     "every step": {"options": EVERY},
+    "evaluated at the start": {"options": START},
     "two kinds": {"event": "step_begin", "step": 2, "signals": ["SIGUSR1", "SIGTERM"]},
     "ctrl-c": {"event": "step_begin", "step": 2, "signals": ["SIGINT"]},
     "ctrl-c in an evaluation": {"event": "prediction_step", "step": 2, "signals": ["SIGINT"]},
@@ -285,6 +291,33 @@ def test_a_signal_after_the_last_step(tmp_path: Path, key: str, state: str) -> N
     trainer = make(tmp_path, max_steps=2, save_strategy="steps")
     trainer.train(resume_from_checkpoint=True)
     assert not trainer.was_stopped
+
+
+class Evaluate(TrainerCallback):
+    """Evaluates at the end of the first epoch, where a signal comes."""
+
+    trainer: Any = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.epoch == 1:
+            self.metrics = self.trainer.evaluate(self.trainer.train_dataset)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_evaluation_of_a_callback_is_finished_before_the_run_stops(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        callback = Evaluate()
+        trainer = make(tmp_path, callbacks=[callback], save_strategy="steps", save_steps=100, num_train_epochs=2)
+        callback.trainer = trainer
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert callback.metrics["eval_loss"] > 0
+    assert trainer.state.epoch == 1
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{trainer.state.global_step}"]
 
 
 def test_handlers_are_put_back_after_an_error(tmp_path: Path) -> None:

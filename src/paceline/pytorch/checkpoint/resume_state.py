@@ -56,12 +56,14 @@ class LoopProgress:
             "length": {"planned": loop.plan.max_steps, "max_steps": loop.state.max_steps},
             "update_size": loop.plan.update_size,
             "micro_batches": loop.micro_batches.state_dict(),
+            "is_epoch_open": loop.is_epoch_open,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restores the summary of steps not logged yet, the skipped accumulation windows and the micro-batch size."""
         unlogged = UpdateSummary.restored(state.get("unlogged") or {})
-        self.loop.resume(unlogged, skipped_windows(state), state.get("micro_batches"))
+        is_epoch_open = state.get("is_epoch_open") is True
+        self.loop.resume(unlogged, skipped_windows(state), state.get("micro_batches"), is_epoch_open)
 
 
 NO_PROGRESS: dict[str, Any] = {
@@ -70,6 +72,7 @@ NO_PROGRESS: dict[str, Any] = {
     "length": {},
     "update_size": None,
     "micro_batches": {},
+    "is_epoch_open": False,
 }  # outside of a run
 
 
@@ -118,6 +121,7 @@ def describe_progress(
         "data_size": data_size,
         "update_size": loop["update_size"],
         "micro_batches": loop["micro_batches"],
+        "is_epoch_open": loop["is_epoch_open"],
         "launch": run_identity(os.environ),
     }
     return json.dumps(progress), other  # without indent: C code writes it, in a tenth of the time

@@ -156,7 +156,7 @@ class DistributedEvaluation(EvaluationLoop):
         held = next(iterator, None)
         while True:
             after = next(iterator, None) if held is not None else None
-            noted = self.signals.noted if self.signals is not None else None
+            noted = self.signals.noted if self.signals is not None and self.signals.stops_evaluation else None
             looks = held is not None and self._is_due(self.name_inputs(held), is_last=False)
             flags = [held is not None, after is not None, noted is not None, noted == signal.SIGINT, looks]
             here, more, asked, by_keyboard, looking = sum_ints(self.world, list(map(int, flags)))
