@@ -5,6 +5,7 @@ Files may be missing, incomplete or damaged: `RunData.problems` lists unreadable
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -164,6 +165,26 @@ def read_run(
         skipped=_read_lines(folder / SKIPPED_FILE, problems),
         problems=problems,
     )
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """Returns the names of runs. One that several have is followed by the shortest end of the path that tells it apart.
+
+    If a run is named after its folder, this end stands alone, for instance `a/run` beside `b/run`.
+    """
+    alike: dict[str, set[tuple[str, ...]]] = {}
+    for run in runs:
+        alike.setdefault(run.name, set()).add(run.folder.resolve().parts)
+    names = []
+    for run in runs:
+        places, parts = alike[run.name], run.folder.resolve().parts
+        if len(places) == 1:
+            names.append(run.name)
+            continue
+        length = next(size for size in itertools.count(1) if len({place[-size:] for place in places}) == len(places))
+        end = Path(*parts[-length:]).as_posix()
+        names.append(end if parts[-1] == run.name else f"{run.name}, {end}")
+    return names
 
 
 def numbers_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
