@@ -469,6 +469,7 @@ def test_the_command(tmp_path, capsys):
         (["{here}", "--charts", "pie"], "charts='pie' is invalid: expected one of 'svg', 'bokeh'"),
         (["{here}", "--output"], "takes the file"),
         (["{here}", "--output="], "takes the file"),
+        (["{here}", "-o", "--charts=svg"], "-o takes the file to write, not the option --charts=svg"),
     ],
 )
 def test_a_wrong_command_says_what_is_wrong(tmp_path, capsys, words, message):

@@ -133,8 +133,8 @@ def read_words(words: Sequence[str]) -> Words:
         name, sign, value = word.partition("=")
         if name in VALUES:
             if not sign:
-                if not left:
-                    raise UsageError(f"{name} needs a value")
+                if not left or left[0].startswith("-"):
+                    raise UsageError(f"{name} needs a value{f', not the option {left[0]}' if left else ''}")
                 value = left.pop(0)
             setattr(found, VALUES[name], value)
         elif word == "--overwrite":

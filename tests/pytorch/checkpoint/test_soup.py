@@ -37,7 +37,9 @@ def test_the_mean_of_sharded_folders(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_file(tmp_path / "out" / "model.safetensors")["a"][0, 0] == 1.5
     assert main(["average", places[0], "-o", str(tmp_path / "new")]) == 2
     assert main(["average", *places, "--wrong", "-o", str(tmp_path / "new")]) == 2
+    assert main(["average", *places, "-o", "--overwrite"]) == 2
     assert not (tmp_path / "new").exists()
+    assert "-o needs a value, not the option --overwrite" in capsys.readouterr().err
 
 
 def test_weights_that_would_stay_beside_the_mean_are_refused(
