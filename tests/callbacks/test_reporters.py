@@ -186,6 +186,16 @@ def test_csv_after_the_run(tmp_path):
     assert [row["loss"] for row in csv_log.read(tmp_path / "log.csv")[1]] == ["1", "2"]
 
 
+def test_csv_of_an_evaluation_in_another_folder(tmp_path):
+    """A file has its own columns, in its own order."""
+    reporter = CSVReporter()
+    run(reporter, tmp_path / "a", [{"loss": 1, "eval_loss": 2, "f1": 3}])
+    for folder, row in (("b", {"eval_loss": 4}), ("b", {"f1": 5, "eval_loss": 6}), ("a", {"eval_loss": 7})):
+        reporter.on_log(arguments(tmp_path / folder), TrainerState(global_step=1), TrainerControl(), logs=row)
+    assert (tmp_path / "b" / "log.csv").read_text().splitlines() == ["step,epoch,eval_loss,f1", "1,0,4,", "1,0,6,5"]
+    assert (tmp_path / "a" / "log.csv").read_text().splitlines()[1:] == ["1,0.25,1,2,3", "1,0,,7,"]
+
+
 names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(lambda n: n not in ("step", "epoch"))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,20 @@ def test_printed_options_are_a_file_of_the_same_run(
     (tmp_path / "second.yaml").write_text(parts + out[out.index("\narguments:\n") :], "utf-8")
     assert printed("second.yaml") == out
     assert "  hub_token: null\n" in out
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_json_is_alone_in_the_output_of_a_job_that_prints(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["init", "module", f"loud_{command}.yaml"]) == 0
+    (module,) = tmp_path.glob("*.py")
+    with module.open("a", encoding="utf-8") as file:
+        file.write('\nprint("made aloud")\n')
+    capsys.readouterr()
+    main([command, f"loud_{command}.yaml", "--json"])
+    output, other = capsys.readouterr()
+    assert isinstance(json.loads(output), dict)
+    assert "made aloud\n" in other

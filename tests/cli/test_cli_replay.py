@@ -64,8 +64,8 @@ arguments:
 """
 
 
-def make_run(folder: Path, module: str, data: str = "data") -> Path:
-    (folder / f"{module}.py").write_text(MODULE, encoding="utf-8")
+def make_run(folder: Path, module: str, data: str = "data", content: str = MODULE) -> Path:
+    (folder / f"{module}.py").write_text(content, encoding="utf-8")
     (folder / "job.yaml").write_text(CONFIG.format(module=module, data=data, folder=folder), encoding="utf-8")
     assert main(["train", str(folder / "job.yaml")]) == 0
     return folder / "run"
@@ -100,6 +100,17 @@ def test_a_job_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], s
         assert len(found["sample_ids"]) == 4
     moved.rename(folder)
     assert contents(folder) == before
+
+
+def test_json_is_alone_in_the_output_of_a_job_that_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = MODULE.replace("def data():\n", "def data():\n    print('data')\n")
+    content = content.replace("        guess = ", "        print('forward')\n        guess = ")
+    folder = make_run(tmp_path, "replay_loud", content=content)
+    capsys.readouterr()
+    assert main(["replay", str(folder), "--step", "3", "--json", "--trust"]) == 0
+    output, other = capsys.readouterr()
+    assert json.loads(output)["is_exact"]
+    assert {"data", "forward"} <= set(other.splitlines())
 
 
 def test_what_has_changed_is_not_called_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 from train_jobs import MODULE, check_finished, check_refused, losses, module_of, results, write_job
 
+from paceline.cli.config import read_job
+from paceline.cli.errors import UsageError
 from paceline.cli.main import main
-from paceline.cli.train import choose_stages, report
+from paceline.cli.references import put_on_path
+from paceline.cli.train import choose_stages, make_arguments, report
+from paceline.cli.train_torch import build_trainer
 
 CONFIG = """
 model: {{factory: "{module}:Net", width: 4}}
@@ -175,6 +180,14 @@ def test_members_are_trained_at_once_resumed_and_predicted_with(config: Path, ca
     assert main(["train", str(config), "--output_dir", str(config.parent / "seeds")]) == 0
     seeds = results(config.parent / "seeds")
     assert seeds["eval_loss/slow"] != seeds["eval_loss/fast"]
+
+
+def test_members_of_a_search_are_refused_with_the_method_that_draws_them(config: Path):
+    config.write_text(f"{config.read_text()}members: [{{learning_rate: 1e-3}}, {{learning_rate: 5e-2}}]\n")
+    job, _ = read_job([str(config)])
+    put_on_path(job.folder)
+    with pytest.raises(UsageError, match=r'^members: .*Trainer\.hyperparameter_search\(backend="members"\)'):
+        build_trainer(job, make_arguments(job), lambda tokenizer, trial: nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(

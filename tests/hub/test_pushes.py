@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -16,6 +17,14 @@ from paceline.hub.pushes import Push, Pushes
 
 def told(caplog: Any, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
+
+
+def wait_for(pushes: Pushes) -> None:
+    """Waits for the pushes, but not for ever."""
+    waiter = threading.Thread(target=pushes.wait_until_done, daemon=True)
+    waiter.start()
+    waiter.join(30)
+    assert not waiter.is_alive()
 
 
 @given(st.lists(st.booleans(), max_size=8))
@@ -68,3 +77,49 @@ def test_waiting_is_told(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pushes.wait_until_done()
     assert told(caplog, "Waiting for the push of one to a/b") == 1
     assert told(caplog, "Still pushing one, two to a/b") >= 1
+
+
+def test_a_push_that_is_cancelled_while_it_waits_is_left_out() -> None:
+    begun, gate, done, dropped = threading.Event(), threading.Event(), [], []
+
+    def send() -> None:
+        begun.set()
+        gate.wait(30)
+
+    pushes = Pushes("a/b")
+    running = pushes.start(Push("one", send, can_be_skipped=False))
+    waiting = pushes.start(Push("two", lambda: done.append(2), lambda: dropped.append(2), can_be_skipped=False))
+    skipped = pushes.start(Push("three", lambda: done.append(3)))
+    last = pushes.start(Push("four", lambda: 4))
+    assert begun.wait(30)
+    assert not running.cancel()  # it is on its way
+    assert waiting.cancel()
+    gate.set()
+    wait_for(pushes)
+    assert last.result(0) == 4
+    assert (done, dropped) == ([], [2])
+    assert wait([running, waiting, skipped], 0).not_done == set()
+
+
+def test_an_error_beside_a_push_leaves_no_thread_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("a file is in use")
+
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    pushes = Pushes("a/b")
+    pushes.start(Push("one", lambda: 1, fail))
+    wait_for(pushes)
+    assert pushes.start(Push("two", lambda: 2)).result(30) == 2
+
+
+def test_a_push_that_hangs_is_warned_of_once(caplog: Any) -> None:
+    now, gate = [0.0], threading.Event()
+    pushes = Pushes("a/b", clock=lambda: now[0])
+    pushes.start(Push("one", lambda: gate.wait(30)))
+    for minutes, number in ((9, 0), (11, 1), (30, 1)):
+        now[0] = 60.0 * minutes
+        pushes.start(Push(f"that after {minutes}", lambda: None))
+        assert told(caplog, "has been running for") == number
+    assert told(caplog, "The push of one to a/b has been running for 11 minutes, and newer pushes wait for it") == 1
+    gate.set()
+    pushes.wait_until_done()

@@ -304,6 +304,7 @@ def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     both = (str(tmp_path / "a"), str(tmp_path / "b"))
     assert "two or more folders" in refused(both[0])
     assert "not --fast" in refused(*both, "--fast")
+    assert "--page takes the file to write, not the option --json" in refused(*both, "--page", "--json")
     assert "is not a folder" in refused(both[0], str(tmp_path / "none"))
     assert "holds no run" in refused(both[0], str(tmp_path / "empty"))
     for content in (good[: len(good) // 2], "", "\x00"):

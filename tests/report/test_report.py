@@ -25,7 +25,7 @@ from paceline.core.journal import FORMAT, JOURNAL_FILE
 from paceline.core.lineage import REPORT_FILE
 from paceline.report.curves import make_charts, smoothed, thin
 from paceline.report.page import duration
-from paceline.report.run_data import read_run
+from paceline.report.run_data import names_of, read_run
 from paceline.report.svg import limits, number, ticks
 from paceline.report.write import write_report
 
@@ -409,6 +409,30 @@ def test_two_runs_are_compared(tmp_path):
     assert len(data_of(page)[0]) == 4  # training and evaluation of each
 
 
+def test_options_are_compared_and_shown_with_all_their_digits(tmp_path):
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for folder, rate in zip(folders, (1.2344e-4, 1.23441e-4), strict=True):
+        write_journal(folder, [1.0, 2.0])
+        record = {"arguments": {"learning_rate": rate, "adam_beta2": 0.99999}, "plan": {"rate": rate}}
+        (folder / "run.json").write_text(json.dumps(record))
+    page = write_report(folders, tmp_path / "both.html").read_text("utf-8")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page))
+    assert "Options that differ a/run b/run learning_rate 0.00012344 0.000123441 What else" in text
+    assert "plan rate 0.00012344 0.000123441" in text
+    assert text.count("adam_beta2 0.99999 0.999 learning_rate 0.00012344 5e-05") == 1
+    assert [series["label"] for series in data_of(page)[0]] == ["training loss (a/run)", "training loss (b/run)"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    named = {"x/one/run": None, "y/one/run": None, "z/two": "base", "z/three": "base", "z/four": "other", "other": None}
+    for place, name in named.items():
+        write_journal(tmp_path / place, [1.0])
+        (tmp_path / place / "run.json").write_text(json.dumps({"arguments": {"run_name": name}}))
+    names = names_of([read_run(tmp_path / place) for place in named])
+    assert names == ["x/one/run", "y/one/run", "base, two", "base, three", "other, four", "other"]
+    assert names_of([read_run(tmp_path / "x/one/run")] * 2) == ["run", "run"]
+
+
 def test_a_run_without_a_report(tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no")
     trainer = Trainer(Classifier(), args, train_dataset=classification(8))
@@ -445,6 +469,7 @@ def test_the_command(tmp_path, capsys):
         (["{here}", "--charts", "pie"], "charts='pie' is invalid: expected one of 'svg', 'bokeh'"),
         (["{here}", "--output"], "takes the file"),
         (["{here}", "--output="], "takes the file"),
+        (["{here}", "-o", "--charts=svg"], "-o takes the file to write, not the option --charts=svg"),
     ],
 )
 def test_a_wrong_command_says_what_is_wrong(tmp_path, capsys, words, message):

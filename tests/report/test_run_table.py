@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from paceline import TrainerCallback
 from paceline.checkpoint.lock import acquire
 from paceline.cli.main import main
 from paceline.report.run_table import list_runs, varying
+from paceline.report.status import read_status
+from paceline.report.write import write_report
 
 
 class Fail(TrainerCallback):
@@ -29,6 +32,12 @@ class Terminate(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class FailLate(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            raise RuntimeError("broken")
 
 
 class StopEarly(TrainerCallback):
@@ -133,6 +142,27 @@ def test_a_run_resumed_elsewhere_names_its_parent(folder: Path) -> None:
     assert rows["e"].parent == "c"
     assert rows["c"].parent is None
     assert rows["c"].state == "finished"
+
+
+@pytest.mark.parametrize("before", [4, 8])
+def test_a_run_that_was_resumed_with_more_steps_and_killed_is_not_finished(tmp_path: Path, before: int) -> None:
+    """Its checkpoint and its page are of the start before, which was shorter, or went on to steps that do not count."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    train(tmp_path, max_steps=before, **options)
+    page = (tmp_path / "report.html").read_bytes()
+    options |= {"max_steps": 12, "callbacks": [FailLate()]}
+    with pytest.raises(RuntimeError):
+        make_trainer(tmp_path, Classifier(), classification(), **options).train(str(tmp_path / "checkpoint-4"))
+    record = json.loads((tmp_path / "run.json").read_text())
+    del record["end"]  # as after a kill, which leaves no new page either
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    (tmp_path / "report.html").write_bytes(page)
+    (row,) = list_runs(tmp_path).rows
+    status = read_status(tmp_path)
+    for found in (row, status):
+        assert (found.state, found.step, found.max_steps) == ("interrupted", 5, 12)
+    text = re.sub(r"<[^>]*>", " ", write_report([tmp_path]).read_text("utf-8"))
+    assert re.search(r"interrupted\s+optimizer steps\s+5 of 12", text)
 
 
 def test_a_single_run_is_a_folder_too(folder: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint import folders
 from paceline.cli.config import read_job
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.export import DEFAULT_SHARD_SIZE, find, make_room, parse_size
@@ -14,6 +16,10 @@ from paceline.cli.preview import built
 from paceline.core.terminal import show
 
 VALUES = {"-o": "output", "--output": "output", "--max-shard-size": "size", "--greedy": "config"}
+# weights as other programs write them, too, any of which a loader may prefer
+WEIGHTS = (
+    "*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_*", "tf_model*", "flax_model*", "*.distcp",
+)  # fmt: skip
 
 
 @dataclass
@@ -31,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     """Averages checkpoints.
 
     Raises:
-        UsageError: a folder is missing, or the output already exists.
+        UsageError: a folder is missing, or the output already exists, or cannot be overwritten.
     """
     given = read_words(words)
     if len(given.places) < 2 or given.output is None:
@@ -44,6 +50,8 @@ def run(words: Sequence[str]) -> int:
             checkpoints = choose(given, checkpoints, soup)
         else:
             size = parse_size(given.size)
+            if given.overwrite:
+                check_overwritten(Path(given.output), checkpoints[0], size)
             soup.average_checkpoints(checkpoints, given.output, overwrite=given.overwrite, max_shard_bytes=size)
     except FileExistsError:
         raise UsageError(
@@ -51,6 +59,35 @@ def run(words: Sequence[str]) -> int:
         ) from None
     show(f"{given.output}: the mean of {', '.join(map(str, checkpoints))}")
     return 0
+
+
+def check_overwritten(output: Path, checkpoint: Path, max_shard_bytes: int) -> None:
+    """Refuses to overwrite a folder in which weights may stay beside those of the mean.
+
+    These are files that its manifest does not list, and whose names no file of the mean has.
+
+    Args:
+        output: the folder.
+        checkpoint: a checkpoint with the tensors of the mean.
+        max_shard_bytes: maximum bytes of one file.
+
+    Raises:
+        UsageError: there are such weights.
+    """
+    present = [name for name in folders.extra_files(output) if "/" not in name.removeprefix("model/")]
+    weights = [name for name in present if any(fnmatch.fnmatchcase(name, pattern) for pattern in WEIGHTS)]
+    if not weights:
+        return
+    streaming = load_part("paceline.pytorch.checkpoint.streaming")
+    written = list(streaming.files_of(streaming.open_weights(checkpoint).forms, max_shard_bytes))
+    if len(written) > 1:
+        written.append(streaming.WEIGHTS_INDEX_NAME)
+    left = [name for name in weights if name not in written]
+    if left:
+        raise UsageError(
+            f"--overwrite: {output} holds {', '.join(left[:3])} beside what the mean replaces, which may be loaded in "
+            "its place: delete such files, or name another folder"
+        )
 
 
 def choose(given: Words, checkpoints: list[Path], soup: Any) -> list[Path]:
@@ -96,8 +133,8 @@ def read_words(words: Sequence[str]) -> Words:
         name, sign, value = word.partition("=")
         if name in VALUES:
             if not sign:
-                if not left:
-                    raise UsageError(f"{name} needs a value")
+                if not left or left[0].startswith("-"):
+                    raise UsageError(f"{name} needs a value{f', not the option {left[0]}' if left else ''}")
                 value = left.pop(0)
             setattr(found, VALUES[name], value)
         elif word == "--overwrite":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.secrets import mask_text
@@ -24,6 +24,11 @@ NUMBER = 9  # columns of most numbers with four digits
 def say(text: str) -> None:
     """Prints a text for people, wrapped at spaces on a terminal. Secrets are masked, control characters spaces."""
     show(without_controls(mask_text(text)))
+
+
+def output_for(is_json: bool) -> AbstractContextManager[Any]:
+    """Returns the context in which a job is built and run: with JSON, what its code prints goes to the error output."""
+    return redirect_stdout(sys.stderr) if is_json else nullcontext()
 
 
 class AboveBars(logging.StreamHandler[Any]):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from paceline.args.secrets import mask_text
-from paceline.cli.display import say
+from paceline.cli.display import output_for, say
 from paceline.cli.errors import UsageError
 from paceline.cli.preview import built, read_words
 from paceline.core.metrics import jsonable
@@ -19,7 +19,7 @@ def run(words: Sequence[str]) -> int:
         UsageError: the configuration is invalid.
     """
     config, given = read_words("doctor", words, ("--json",))
-    with built(config) as (trainer, _):
+    with output_for(bool(given)), built(config) as (trainer, _):
         try:
             found = trainer.doctor()
         except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.args import yaml_text
 from paceline.args.secrets import mask_text
-from paceline.cli.display import say
+from paceline.cli.display import output_for, say
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.preview import built, read_words
 from paceline.core.metrics import jsonable
@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     config, given = read_words("plan", rest, FLAGS)
     if number is not None and "--time" in given:
         raise UsageError(f"{PROCESSES} {number} and --time: the other processes are not started; leave one of them out")
-    with processes_of(number), built(config) as (trainer, args):
+    with output_for("--json" in given), processes_of(number), built(config) as (trainer, args):
         try:
             found = trainer.plan(time="--time" in given)
         except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.callbacks.printer import PrinterCallback
-from paceline.cli.display import say
+from paceline.cli.display import output_for, say
 from paceline.cli.errors import UsageError
 from paceline.cli.jobs import Say, Show
 from paceline.cli.replay_options import ReplayOptions
@@ -51,12 +51,13 @@ def run(options: ReplayOptions, say: Say = say) -> int:
         "resume_from_checkpoint": None,
     }
     try:
-        trainer, show = importlib.import_module(f"paceline.cli.{options.module}").rebuild(job, overrides)
-        trainer.remove_callback(PrinterCallback)
-        if not trainer.world.is_first:
-            say = silent
-        progress = say_aside if options.is_json else say
-        replayed = replay(trainer, options.step, job.folder, say=progress, blame=options.is_blaming)
+        with output_for(options.is_json):
+            trainer, show = importlib.import_module(f"paceline.cli.{options.module}").rebuild(job, overrides)
+            trainer.remove_callback(PrinterCallback)
+            if not trainer.world.is_first:
+                say = silent
+            progress = say_aside if options.is_json else say
+            replayed = replay(trainer, options.step, job.folder, say=progress, blame=options.is_blaming)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{job.folder} cannot be reproduced: {error}") from error
     if options.is_json:

@@ -43,6 +43,8 @@ def take_charts(words: list[str]) -> str:
 def take_value(words: list[str], names: Sequence[str], meaning: str) -> str | None:
     """Removes `--name value` or `--name=value` from the words of a command; returns the value, None without one.
 
+    A value that begins with "-" is given with "=".
+
     Raises: UsageError, if the value is missing.
     """
     found = None
@@ -52,6 +54,8 @@ def take_value(words: list[str], names: Sequence[str], meaning: str) -> str | No
             continue
         if not equals:
             value = words[place + 1] if place + 1 < len(words) else ""
+            if value.startswith("-"):
+                raise UsageError(f"{name} takes {meaning}, not the option {value}")
         if not value:
             raise UsageError(f"{name} takes {meaning}")
         found = found or value

@@ -293,7 +293,7 @@ Tensors that are not floating-point must be equal. The folder is created atomica
   -o OUTPUT              a folder that is new or empty
   --greedy CONFIG.yaml   from the best on, take a checkpoint only if the mean with it is not worse in the evaluation of
                          this configuration, by its metric_for_best_model (default: loss)
-  --overwrite            replace the folder if it exists
+  --overwrite            replace the folder if it exists; weights of other programs in it, which would stay, are refused
   --max-shard-size SIZE  maximum size of one file (default 50GB)"""
 
 CONTROL = """\

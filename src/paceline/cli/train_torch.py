@@ -54,7 +54,10 @@ def build_trainer(
     base: type[Trainer] = Trainer
     if config.get("members") is not None:
         if model_init is not None:
-            raise UsageError("members: a search draws them itself: set search.backend: members, and leave them out")
+            raise UsageError(
+                "members: `paceline search` trains one model at a time: leave them out, or draw members in Python, by "
+                'Trainer.hyperparameter_search(backend="members")'
+            )
         base = members_trainer.MembersTrainer
         if any("seed" in settings for settings in config.get("members")):  # each has an initialization of its own
             model_init = partial(model_of_member, config)

@@ -20,6 +20,7 @@ from paceline.hub.repository import in_words
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_WORDS = 30.0  # between log lines while the end of training waits for a push
+SECONDS_OF_A_SLOW_PUSH = 600.0  # from which on a push that others wait for is warned of
 
 
 @dataclass
@@ -46,31 +47,37 @@ class Pushes:
 
     Args:
         repo_id: the repository, for messages.
+        clock: returns the time in seconds.
 
     Attributes:
         failure: the error of the last finished push, if it failed.
     """
 
-    def __init__(self, repo_id: str) -> None:
+    def __init__(self, repo_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.repo_id = repo_id
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._waiting: deque[Push] = deque()
+        self._clock = clock
         self._current: Push | None = None
+        self._begun = 0.0  # the time at which the current push began
+        self._is_told = False  # that it takes long
         self._thread: threading.Thread | None = None
         self._waits_at_exit = False
 
     def start(self, push: Push) -> Future[Any]:
         """Queues a push after the earlier ones. Returns the future of its result."""
         skipped: list[Push] = []
+        slow: tuple[str, float] | None = None
         with self._lock:
             if push.can_be_skipped:
                 skipped = [other for other in self._waiting if other.can_be_skipped]
                 self._waiting = deque(other for other in self._waiting if not other.can_be_skipped)
             if self._thread is not None:
                 self._waiting.append(push)
+                slow = self._take_slow()
             else:
-                self._current = push
+                self._begin(push)
                 # a daemon thread, so that Ctrl-C can abandon it: an incomplete commit has no effect
                 self._thread = threading.Thread(target=self._work, args=(push,), name=PUSHING_THREAD, daemon=True)
                 self._thread.start()
@@ -79,7 +86,28 @@ class Pushes:
             logger.info("The push of %s is skipped in favour of the newer push of %s.", other.name, push.name)
             other.drop()
             other.result.cancel()
+            other.result.set_running_or_notify_cancel()  # who waits for it is told
+        if slow is not None:
+            logger.warning(
+                "The push of %s to %s has been running for %.0f minutes, and newer pushes wait for it. Training "
+                "continues, and the files are in the output folder.",
+                slow[0],
+                self.repo_id,
+                slow[1] / 60,
+            )
         return push.result
+
+    def _begin(self, push: Push | None) -> None:
+        """Notes the current push; None without one. The lock is held."""
+        self._current, self._begun, self._is_told = push, self._clock(), False
+
+    def _take_slow(self) -> tuple[str, float] | None:
+        """Returns name and seconds of the current push the first time that it is slow. The lock is held."""
+        seconds = self._clock() - self._begun
+        if self._current is None or self._is_told or seconds <= SECONDS_OF_A_SLOW_PUSH:
+            return None
+        self._is_told = True
+        return self._current.name, seconds
 
     def is_done(self) -> bool:
         """True if no push is running or waiting."""
@@ -152,20 +180,34 @@ class Pushes:
 
     def _work(self, first: Push) -> None:
         push: Push | None = first
-        while push is not None:
-            error: BaseException | None = None
-            answer = None
-            try:
-                answer = push.send()
-            except BaseException as raised:
-                error = raised
-            push.drop()
-            self.report(push.name, error)
-            if error is None:
-                push.result.set_result(answer)
-            else:
-                push.result.set_exception(error)
-            with self._lock:
-                push = self._current = self._waiting.popleft() if self._waiting else None
-                if push is None:
+        try:
+            while push is not None:
+                self._carry_out(push)
+                with self._lock:
+                    push = self._waiting.popleft() if self._waiting else None
+                    self._begin(push)
+                    if push is None:
+                        self._thread = None
+        finally:
+            with self._lock:  # after an error, nobody waits for this thread
+                if self._thread is threading.current_thread():
                     self._thread = None
+                    self._begin(None)
+
+    def _carry_out(self, push: Push) -> None:
+        """Runs a push, unless it was cancelled while it waited."""
+        if not push.result.set_running_or_notify_cancel():
+            push.drop()
+            return
+        error: BaseException | None = None
+        answer = None
+        try:
+            answer = push.send()
+        except BaseException as raised:
+            error = raised
+        push.drop()
+        self.report(push.name, error)
+        if error is None:
+            push.result.set_result(answer)
+        else:
+            push.result.set_exception(error)

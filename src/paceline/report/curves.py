@@ -11,7 +11,7 @@ import numpy as np
 from paceline.core.journal import NOT_COMPUTED
 from paceline.core.ledger import RESOURCE_PREFIX
 from paceline.report import measured
-from paceline.report.run_data import RunData, numbers_of
+from paceline.report.run_data import RunData, names_of, numbers_of
 
 NUM_COLOURS = 6  # number of line colours in the style sheet
 MOST_POINTS = 1_000  # maximum points per series: about 15 kB in the page
@@ -76,12 +76,11 @@ class Chart:
 def make_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Returns the charts of one run, or common charts of several: loss, metrics, learning rate, norm, others."""
     named: dict[str, list[Series]] = {}
-    for index, run in enumerate(runs):
-        suffix = f" ({run.name})" if len(runs) > 1 else ""
+    suffixes = [f" ({name})" if len(runs) > 1 else "" for name in names_of(runs)]
+    for index, (run, suffix) in enumerate(zip(runs, suffixes, strict=True)):
         for title, series in _series_of(run, index, suffix):
             named.setdefault(title, []).append(series)
-    for index, run in enumerate(runs):
-        suffix = f" ({run.name})" if len(runs) > 1 else ""
+    for index, (run, suffix) in enumerate(zip(runs, suffixes, strict=True)):
         for title, series in _measured_series(run, index, suffix):
             named.setdefault(title, []).append(series)
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -24,7 +24,7 @@ from paceline.report.differences import find_differences
 from paceline.report.divergence import compare_steps
 from paceline.report.markup import LONG, cell, escape, shown
 from paceline.report.media import read_media
-from paceline.report.run_data import LOG_START, RunData, log_to_keep
+from paceline.report.run_data import LOG_START, RunData, log_to_keep, names_of
 from paceline.report.run_table import FAILED, FINISHED, INTERRUPTED, RUNNING
 from paceline.report.svg import describe, number
 
@@ -52,13 +52,14 @@ class Live:
 def make_page(runs: Sequence[RunData], live: Live | None = None, form: ChartForm = SVG) -> str:
     """Returns the page of one run, or a comparison of several runs; charts have the given form."""
     charts = make_charts(runs)
-    title = " · ".join(run.name for run in runs)
+    names = names_of(runs)
+    title = " · ".join(names)
     log = _as_script(log_to_keep(runs[0])) if len(runs) == 1 else "null"
     body = [f"<h1>{escape(title)}</h1>"]
-    body += [_summary(run) for run in runs] if len(runs) == 1 else [_comparison(runs)]
+    body += [_summary(run) for run in runs] if len(runs) == 1 else [_comparison(runs, names)]
     body.append(_curves(charts, runs, form))
-    for run in runs:
-        body.append(_details(run, is_alone=len(runs) == 1))
+    for run, name in zip(runs, names, strict=True):
+        body.append(_details(run, None if len(runs) == 1 else name))
     body.append(f'<script type="application/json" id="data">{_as_script(_points(charts))}</script>')
     kept = f"{LOG_START}{log}</script>" if live is None else ""  # for the next page, which replaces the file
     return frame(title, "\n".join(part for part in body if part), live, kept, form)
@@ -105,38 +106,38 @@ def _summary(run: RunData) -> str:
     return "\n".join(parts)
 
 
-def _comparison(runs: Sequence[RunData]) -> str:
-    """Returns a table of the runs' facts, and a table of the options that differ."""
+def _comparison(runs: Sequence[RunData], run_names: Sequence[str]) -> str:
+    """Returns a table of the facts of runs with these names, and a table of the options that differ."""
     facts = [dict(_facts_of(run)) for run in runs]
     names = list(dict.fromkeys(name for each in facts for name in each))
     rows = [[name, *[each.get(name, "") for each in facts]] for name in names]
-    head = ["", *[run.name for run in runs]]
+    head = ["", *run_names]
     options = [_options_of(run) for run in runs]
     known = sorted({name for each in options for name in each} - _NEVER_SHOWN)
     differing = [
-        [name, *[_as_text(each.get(name)) for each in options]]
+        [name, *[_exact(each.get(name)) for each in options]]
         for name in known
-        if len({_as_text(each.get(name)) for each in options}) > 1
+        if any(each.get(name) != options[0].get(name) for each in options)
     ]
     parts = [_table(head, rows), "<h2>Options that differ</h2>"]
     parts.append(_table(head, differing) if differing else '<p class="dim">None.</p>')
-    for run in runs[1:]:
-        parts.append(_other_differences(runs[0], run))
-    for run in runs:
-        parts += [f'<p class="bad">{escape(run.name)}: {escape(problem)}</p>' for problem in run.problems]
+    for run, name in zip(runs[1:], run_names[1:], strict=True):
+        parts.append(_other_differences((runs[0], run), (run_names[0], name)))
+    for run, name in zip(runs, run_names, strict=True):
+        parts += [f'<p class="bad">{escape(name)}: {escape(problem)}</p>' for problem in run.problems]
     return "\n".join(parts)
 
 
-def _other_differences(first: RunData, other: RunData) -> str:
-    """Returns what two records differ in beside options, and the first step that differs."""
-    found = [item for item in find_differences(first, other) if item.section != "arguments"]
+def _other_differences(pair: tuple[RunData, RunData], names: tuple[str, str]) -> str:
+    """Returns what the records of two runs differ in beside options, and the first step that differs."""
+    found = [item for item in find_differences(*pair) if item.section != "arguments"]
     rows = [
-        [item.section, item.name, *["" if value is None else mask_text(_as_text(value)) for value in item.values]]
+        [item.section, item.name, *["" if value is None else mask_text(_exact(value)) for value in item.values]]
         for item in found
     ]
-    title = f"<h2>What else differs: {escape(first.name)} and {escape(other.name)}</h2>"
-    table = _table(["", "", first.name, other.name], rows) if rows else '<p class="dim">Nothing that is recorded.</p>'
-    steps = compare_steps(first, other)
+    title = f"<h2>What else differs: {escape(names[0])} and {escape(names[1])}</h2>"
+    table = _table(["", "", *names], rows) if rows else '<p class="dim">Nothing that is recorded.</p>'
+    steps = compare_steps(*pair)
     if steps.divergence is not None:
         text = f"The steps differ from step {steps.divergence.step:,} on."
     else:
@@ -196,8 +197,9 @@ def _values(chart: Chart) -> str:
     return f"<details><summary>{escape(chart.title)} as a table</summary>{table}</details>"
 
 
-def _details(run: RunData, is_alone: bool) -> str:
-    parts = [] if is_alone else [f"<h2>{escape(run.name)}</h2>"]
+def _details(run: RunData, name: str | None) -> str:
+    """Returns the sections of one run, under its name unless that is None."""
+    parts = [] if name is None else [f"<h2>{escape(name)}</h2>"]
     parts += [
         _evaluations(run),
         _media(run),
@@ -244,14 +246,14 @@ def _configuration(run: RunData) -> str:
     changed = {name: value for name, value in options.items() if name not in defaults or value != defaults[name]}
     for name in _NEVER_SHOWN:
         changed.pop(name, None)
-    rows = [[name, _as_text(value), _as_text(defaults.get(name))] for name, value in sorted(changed.items())]
-    everything = [[name, _as_text(value)] for name, value in sorted(options.items())]
+    rows = [[name, _exact(value), _exact(defaults.get(name))] for name, value in sorted(changed.items())]
+    everything = [[name, _exact(value)] for name, value in sorted(options.items())]
     return (
         "<h2>Configuration</h2>\n"
         + (_table(["option", "value", "default"], rows) if rows else '<p class="dim">All options have defaults.</p>')
         + f"<details><summary>All {len(everything)} options</summary>{_table(['option', 'value'], everything)}"
         + "</details><details><summary>The plan of the run</summary>"
-        + _table(["quantity", "value"], _pairs(run.record.get("plan")))
+        + _table(["quantity", "value"], _pairs(run.record.get("plan"), _exact))
         + "</details>"
     )
 
@@ -418,6 +420,11 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _exact(value: Any) -> str:
+    """Formats an option for a table: a float with all digits that it takes to tell it from others."""
+    return repr(value) if isinstance(value, float) else _as_text(value)
+
+
 def duration(seconds: Any) -> str | None:
     """Formats seconds for people; None for anything that is no number."""
     if not isinstance(seconds, int | float) or (isinstance(seconds, int) and abs(seconds) > 2**53):
@@ -437,5 +444,5 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _pairs(value: Any) -> list[list[str]]:
-    return [[str(name), _as_text(each)] for name, each in _mapping(value).items()]
+def _pairs(value: Any, text_of: Callable[[Any], str] = _as_text) -> list[list[str]]:
+    return [[str(name), text_of(each)] for name, each in _mapping(value).items()]

@@ -5,6 +5,7 @@ Files may be missing, incomplete or damaged: `RunData.problems` lists unreadable
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from paceline.checkpoint import folders
 from paceline.core.counts import is_count
 from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
-from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE
+from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE, mark_from
 from paceline.core.record import jsonable
 from paceline.report.measured import TIME_KEYS, has_measurements, is_measured
 
@@ -91,9 +92,19 @@ class RunData:
         return max(steps, default=0)
 
     @property
+    def first_step(self) -> int:
+        """The optimizer step that the last start of the run began at; 0 if unknown."""
+        mark = mark_from(self.record.get(KEY))
+        return 0 if mark is None else mark.starts[-1][1]
+
+    @property
     def max_steps(self) -> int | None:
         """The optimizer steps of the whole run; None if unknown."""
-        for value in (self.state.get("max_steps"), _mapping(self.record.get("plan")).get("max_steps")):
+        known = [self.state.get("max_steps"), _mapping(self.record.get("plan")).get("max_steps")]
+        step = self.state.get("global_step")
+        if is_count(step) and step <= self.first_step:  # of an earlier start, which may have had another length
+            known.reverse()
+        for value in known:
             if is_count(value) and value > 0:
                 return value
         return None
@@ -135,7 +146,8 @@ def read_run(
         if kept is not None and kept[0] and _last_step(kept[0]) >= _last_step(rows):
             logged = [row for row in rows if "loss" in row]
             is_timed = any(map(has_measurements, logged))  # the same seconds are not counted twice
-            rows, state = [*logged, *(row for row in kept[0] if not (is_timed and is_measured(row)))], kept[1]
+            rows = [*logged, *(row for row in kept[0] if not (is_timed and is_measured(row)))]
+            state = {**state, **kept[1]}
     else:
         state = _with_earlier_messages(state, _kept_log(folder / REPORT_FILE, record))
     best = state.get("best_model_checkpoint")
@@ -153,6 +165,26 @@ def read_run(
         skipped=_read_lines(folder / SKIPPED_FILE, problems),
         problems=problems,
     )
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """Returns the names of runs. One that several have is followed by the shortest end of the path that tells it apart.
+
+    If a run is named after its folder, this end stands alone, for instance `a/run` beside `b/run`.
+    """
+    alike: dict[str, set[tuple[str, ...]]] = {}
+    for run in runs:
+        alike.setdefault(run.name, set()).add(run.folder.resolve().parts)
+    names = []
+    for run in runs:
+        places, parts = alike[run.name], run.folder.resolve().parts
+        if len(places) == 1:
+            names.append(run.name)
+            continue
+        length = next(size for size in itertools.count(1) if len({place[-size:] for place in places}) == len(places))
+        end = Path(*parts[-length:]).as_posix()
+        names.append(end if parts[-1] == run.name else f"{run.name}, {end}")
+    return names
 
 
 def numbers_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -289,24 +321,45 @@ def log_to_keep(run: RunData) -> dict[str, Any]:
     journal has every step.
     """
     kept = {"metric_for_best_model", "best_metric", "best_model_checkpoint", "max_steps", "global_step", "messages"}
+    mark = mark_from(run.record.get(KEY))
     return {
         "run": _mapping(run.record.get(KEY)).get("id"),
+        "start": None if mark is None else mark.starts[-1][0],
         "rows": [jsonable(row) for row in run.rows if "loss" not in row][-_MOST_KEPT:],
         "state": {name: jsonable(value) for name, value in run.state.items() if name in kept},
     }
 
 
 def _kept_log(page: Path, record: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-    """Returns the rows and the state that an earlier page of the same run keeps; None if there is no such page."""
+    """Returns the rows and the state that an earlier page of the same run keeps; None if there is no such page.
+
+    If the run was resumed since, these are the rows up to the step it went on from, and the messages.
+    """
     text = _read_text(page, [])
     _, _, rest = text.partition(LOG_START)
     try:
         kept = json.loads(rest.partition("</script>")[0])
         is_same = isinstance(kept, dict) and kept["run"] == _mapping(record.get(KEY)).get("id")
-        rows = [row for row in kept["rows"] if isinstance(row, dict) and _is_step(row.get("step"))] if is_same else []
-        return (rows, _mapping(kept["state"])) if is_same else None
+        if not is_same:
+            return None
+        rows = [row for row in kept["rows"] if isinstance(row, dict) and _is_step(row.get("step"))]
+        state = _mapping(kept["state"])
+        resumed = _step_resumed_at(record, kept.get("start"))
+        if resumed is not None:
+            rows = [row for row in rows if row["step"] <= resumed]
+            state = {name: value for name, value in state.items() if name in ("messages", "metric_for_best_model")}
+        return rows, state
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
+
+
+def _step_resumed_at(record: Mapping[str, Any], start: object) -> int | None:
+    """Returns the lowest step that a run was resumed at after one of its starts; None without a later start."""
+    mark = mark_from(record.get(KEY))
+    names = [name for name, _ in mark.starts] if mark is not None else []
+    if mark is None or start not in names:
+        return None
+    return min((step for _, step in mark.starts[names.index(str(start)) + 1 :]), default=None)
 
 
 def _with_earlier_messages(

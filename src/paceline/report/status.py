@@ -15,7 +15,6 @@ import numpy as np
 from paceline.core.counts import is_count, is_number
 from paceline.core.journal import JOURNAL_FILE
 from paceline.core.ledger import ACTIVITIES, PREFIX
-from paceline.core.lineage import KEY
 from paceline.report.differences import mapping
 from paceline.report.run_data import RunData, read_run
 from paceline.report.run_table import RUNNING, best_of, seconds_of, state_of
@@ -129,7 +128,7 @@ def read_status(folder: Path, now: float | None = None) -> RunStatus:
 
 def _pace_of(run: RunData) -> _Pace:
     """Measures the later half of the last start by the times of its log rows, or by the time of the journal."""
-    first = _first_step(run)
+    first = run.first_step
     points = _points_of(run, first)
     if len(points) < 2:
         return _Pace(None, None, None, points[-1][0] if points else None, None)
@@ -147,14 +146,6 @@ def _pace_of(run: RunData) -> _Pace:
     samples = float(updates["num_samples"][is_half].sum()) / seconds
     tokens = (last[2] - old[2]) / seconds if last[2] > old[2] > 0 else None
     return _Pace(seconds / steps, samples or None, tokens, last[0], usual)
-
-
-def _first_step(run: RunData) -> int:
-    """Returns the step that the last start of a run began at."""
-    starts = mapping(run.record.get(KEY)).get("starts")
-    last = starts[-1] if isinstance(starts, list) and starts else None
-    step = last[1] if isinstance(last, list) and len(last) == 2 else None
-    return step if is_count(step) else 0
 
 
 def _points_of(run: RunData, first: int) -> list[tuple[float, float, float]]:

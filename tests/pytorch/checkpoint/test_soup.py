@@ -37,7 +37,39 @@ def test_the_mean_of_sharded_folders(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_file(tmp_path / "out" / "model.safetensors")["a"][0, 0] == 1.5
     assert main(["average", places[0], "-o", str(tmp_path / "new")]) == 2
     assert main(["average", *places, "--wrong", "-o", str(tmp_path / "new")]) == 2
+    assert main(["average", *places, "-o", "--overwrite"]) == 2
     assert not (tmp_path / "new").exists()
+    assert "-o needs a value, not the option --overwrite" in capsys.readouterr().err
+
+
+def test_weights_that_would_stay_beside_the_mean_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of a folder without a manifest are kept, and transformers prefers one file to an index of shards."""
+    for name in ("x", "y", "out"):
+        (tmp_path / name).mkdir()
+        tensors = {key: torch.full((1000,), {"x": 1.0, "y": 3.0}.get(name, 9.0)) for key in "ab"}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    out = tmp_path / "out"
+    (out / "notes.txt").write_text("mine")
+    words = ["average", str(tmp_path / "x"), str(tmp_path / "y"), "-o", str(out), "--overwrite"]
+    assert main([*words, "--max-shard-size", "5KB"]) == 2
+    assert f"--overwrite: {out} holds model.safetensors beside what the mean replaces" in capsys.readouterr().err
+    assert load_file(out / "model.safetensors")["a"][0] == 9
+    (out / "adapter_config.json").write_text("{}")
+    assert main(words) == 2
+    assert "holds adapter_config.json beside" in capsys.readouterr().err
+    (out / "adapter_config.json").unlink()
+    assert main(words) == 0
+    assert load_file(out / "model.safetensors")["a"][0] == 2
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    assert main([*words, "--max-shard-size", "5KB"]) == 0  # a mean is replaced whole
+    assert sorted(path.name for path in out.glob("model*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
 
 
 @pytest.mark.parametrize(

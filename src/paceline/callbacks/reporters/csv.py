@@ -26,23 +26,25 @@ class CSVReporter(FileReporter):
 
     def __init__(self) -> None:
         super().__init__()
+        self._path: Path | None = None  # the file that has the columns
         self._columns: list[str] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._columns = []
+        self._path, self._columns = None, []
         super().on_train_begin(args, state, control)
 
     def truncate(self, path: Path, last_step: int) -> None:
         if path.exists():
             columns, rows = read(path)
             write(path, columns, [row for row in rows if _step(row) <= last_step])
-            self._columns = columns
+            self._path, self._columns = path, columns
 
     def append(self, path: Path, row: dict[str, Any]) -> None:
-        if not self._columns and path.exists():
-            self._columns = read(path)[0]
+        if path != self._path or not self._columns:  # after a run, a row may go to another folder
+            self._columns = read(path)[0] if path.exists() else []
+            self._path = path
         new = [name for name in row if name not in self._columns]
         if new:
             columns = [*self._columns, *new]
