@@ -78,6 +78,15 @@ def test_a_failed_trial_leaves_the_others(tmp_path: Path) -> None:
     assert best.run_summary.survivors == (1, 1)
 
 
+def test_without_evaluations_of_the_run_the_objective_is_that_of_its_last_step(tmp_path: Path) -> None:
+    """The checkpoint that a survivor resumes has the evaluation of its rung in its log."""
+    options: dict[str, Any] = {"hp_space": rates, "n_trials": 2, "sampler": Listed(), "halving": {"min_steps": 2}}
+    best = searched(make_search(tmp_path / "search", eval_strategy="no"), **options)
+    straight = make_search(tmp_path / "straight", eval_strategy="no", **best.hyperparameters)
+    straight.train()
+    assert straight.evaluate()["eval_loss"] == best.objective
+
+
 def test_rungs() -> None:
     ladder = make_ladder({"min_steps": 10, "reduction_factor": 2}, 5)
     assert [ladder.until(rung) for rung in range(ladder.num_rungs)] == [10, 20, 40, None]
