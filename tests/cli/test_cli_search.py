@@ -119,6 +119,7 @@ def test_parallel(tmp_path: Path) -> None:
         ("n_trials: 3", "halving: {{reduction_factor: 2}}", "search.halving: {'reduction_factor': 2} is not"),
         ("n_trials: 3", "halving: {{min_steps: 0}}", "search.halving.min_steps: 0 is not a whole number"),
         ("n_trials: 3", "halving: {{min_steps: 2}}\n  timeout: 3", "search.halving: it cannot be combined"),
+        ("n_trials: 3", "halving: {{min_steps: 2}}\n  pruner: MedianPruner", "search.halving: it compares the trials"),
         ("high: 1e-1", "high: .nan", "search.space.learning_rate.high: nan is not a number"),
         ("high: 1e-1", "high: .inf", "search.space.learning_rate.high: inf is not a number"),
         ("log: true", "log: 1", "search.space.learning_rate.log: 1 is neither true nor false"),

@@ -100,6 +100,7 @@ def test_rungs() -> None:
         ({"halving": {}}, "min_steps=None"),
         ({"halving": {"min_steps": 2, "reduction_factor": 1}}, "reduction_factor=1"),
         ({"halving": {"min_steps": 2}, "timeout": 3}, "timeout cannot be combined"),
+        ({"halving": {"min_steps": 2}, "pruner": optuna.pruners.MedianPruner()}, "MedianPruner: .* asks no pruner"),
         ({"halving": {"min_steps": 2}, "direction": ["minimize", "minimize"]}, "direction names several"),
     ],
 )

@@ -151,6 +151,11 @@ class OptunaSearch:
         if pruner is None or isinstance(pruner, optuna.pruners.NopPruner):
             return
         name = type(pruner).__name__
+        if self.halving is not None:
+            raise SearchError(
+                f"pruner={name}: successive halving compares the trials itself and asks no pruner; leave out pruner or "
+                "halving."
+            )
         if not self.trials.evaluates:
             raise SearchError(
                 f"pruner={name}: there are no evaluations during training to prune by; set eval_strategy='steps' or "
