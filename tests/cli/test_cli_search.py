@@ -17,11 +17,11 @@ import pytest
 from terminals import TerminalProcess
 from train_jobs import MODULE, write_job
 
-from paceline.cli import search_table
+from paceline.cli import search, search_table
 from paceline.cli.display import AboveBars
 from paceline.cli.main import main
 from paceline.cli.search import run_workers
-from paceline.cli.search_options import read_search
+from paceline.cli.search_options import SearchConfig, read_search
 
 optuna = pytest.importorskip("optuna")
 
@@ -138,6 +138,25 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, n
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def in_this_process(config: SearchConfig, folder: Path | None = None) -> list[int]:
+    """Takes the place of the processes of a search: the first one takes all trials."""
+    return [search.run(read_search([*config.words, "--worker"]))]
+
+
+GRID = "{{name: GridSampler, search_space: {{learning_rate: [0.001, 0.01], model.width: [2], {batch}: [4]}}}}"
+
+
+def test_a_grid_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial of the queue has its own place in the grid."""
+    monkeypatch.setattr(search, "run_workers", in_this_process)
+    grid = GRID.replace("{batch}", "per_device_train_batch_size")
+    path = write_job(tmp_path, MODULE, CONFIG.replace("{{name: TPESampler, seed: 0}}", grid))
+    assert main(["search", str(path), "--n_parallel", "2", "--n_trials", "2"]) == 0
+    trials = study_of(tmp_path).trials
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 2
+    assert sorted(trial.params["learning_rate"] for trial in trials) == [0.001, 0.01]
 
 
 def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,7 +239,8 @@ def run_parallel(config: SearchConfig, args: TrainingArguments, folder: Path) ->
         with search.resources:
             waiting = len(search.study.get_trials(deepcopy=False, states=(state.WAITING,)))
             for _ in range(config.n_trials - search.num_counted() - waiting):
-                search.study.enqueue_trial({})
+                # as `enqueue_trial` without fixed parameters, to which samplers of a grid would give no place in it
+                search.study.add_trial(optuna.trial.create_trial(state=state.WAITING))
             display = TrialsDisplay(folder)
             display.start()
             with display.shown():

@@ -273,11 +273,24 @@ class OptunaSearch:
                 logger.warning("Trial %d failed: %s", trial.number, error)
                 ending["state"] = state.FAIL
                 if isinstance(error, SearchError):
-                    self.study.tell(trial, **ending)
+                    self.tell(trial, **ending)
                     raise
-            ended = self.study.tell(trial, **ending)
+            ended = self.tell(trial, **ending)
             for callback in self.optimize.get("callbacks", ()):
                 callback(self.study, ended)
+
+    def tell(self, trial: optuna.Trial, *value: float, **ending: Any) -> optuna.trial.FrozenTrial:
+        """Records the end of a trial that `Study.optimize` does not run; the arguments are those of `Study.tell`.
+
+        A sampler that has tried its whole space (`GridSampler`, `BruteForceSampler`) calls `Study.stop`, which is an
+        error outside of `Study.optimize`, raised after the trial is stored. Here the trials have been chosen already.
+        """
+        try:
+            return self.study.tell(trial, *value, **ending)
+        except RuntimeError as error:
+            if "Study.stop" not in str(error):
+                raise
+            return self.study._storage.get_trial(trial._trial_id)
 
     def objective(self, trial: optuna.Trial) -> Objective:
         """Runs one trial of the study."""
