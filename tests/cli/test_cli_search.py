@@ -159,6 +159,19 @@ def test_a_grid_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(trial.params["learning_rate"] for trial in trials) == [0.001, 0.01]
 
 
+@pytest.mark.filterwarnings("ignore:The number of trials is too small to compute importances")
+def test_changed_arguments_of_a_search_in_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process that starts the others compares its arguments with those of the study, and tells of it once."""
+    monkeypatch.setattr(search, "run_workers", in_this_process)
+    command = ["search", str(write_job(tmp_path, MODULE, CONFIG)), "--n_parallel", "2", "--n_trials"]
+    assert main([*command, "1"]) == 0
+    assert main([*command, "2", "--weight_decay", "0.5"]) == 0
+    told = caplog.text
+    assert told.count("other arguments") == told.count("comparable: weight_decay=0.5 (before: 0.0).") == 1
+
+
 def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_job(tmp_path, MODULE, CONFIG.split("search:")[0])
     assert main(["search", str(path)]) == 2

@@ -36,6 +36,7 @@ from paceline.search.trials import (
     check_trials,
     is_number,
     params_of,
+    shared_settings,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ REPLACED = (
 )  # fmt: skip
 OF_SEARCH = ("hp_name", "hp_search_backend", "hp_space", "compute_objective", "_trial_runs")
 OF_HANDLER = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-# options that need not agree between the starts of a search
-FREE = {"output_dir", "run_name", "logging_dir", "report_to", "disable_tqdm", "resume_from_checkpoint", "project"}
 DEFAULT_NAME = "run-{}"
 MAX_NAME_BYTES = 200  # of a trial's folder; file systems allow 255, and some services make longer names of it
 WHOLE = ("int", "int | None", int, int | None)  # declared types of options
@@ -254,8 +253,7 @@ class TrialRuns:
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that all trials share."""
-        options = self.args.to_sanitized_dict()
-        return {name: value for name, value in options.items() if name not in FREE}
+        return shared_settings(self.args.to_sanitized_dict())
 
     def run(
         self,

@@ -192,9 +192,14 @@ class OptunaSearch:
         return study
 
     def compare_settings(self, study: optuna.Study) -> None:
-        """Stores the options that all trials share; warns if they have changed since the study was begun."""
+        """Stores the options that all trials share; warns if they have changed since the study was begun.
+
+        A worker does neither: the process that has started it does both.
+        """
+        if self.is_worker:
+            return
         now, before = self.trials.settings(), study.user_attrs.get(SETTINGS)
-        if before is None:
+        if not before:
             study.set_user_attr(SETTINGS, now)
             return
         changed = sorted(name for name in now if name in before and before[name] != now[name])
