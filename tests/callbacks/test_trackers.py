@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from search_jobs import make_search, searched
 from small_models import Classifier, classification, make_trainer
 
 from paceline import TrainerCallback
@@ -373,6 +374,21 @@ def test_mlflow_resumed_training_is_the_same_run(
 
     train(tmp_path / "out", "mlflow", resume, project="resumed", run_name="another")
     assert len(client.search_runs([experiment])) == 2
+
+
+def test_mlflow_each_trial_of_a_search_is_a_run(tmp_path: Path, mlflow: Any) -> None:
+    """And so is each training around a search, and an evaluation after one."""
+    needs("optuna")
+    trainer = make_search(tmp_path / "out", report_to="mlflow")
+    trainer.train()
+    searched(trainer, hp_space=lambda trial: {}, n_trials=2)
+    trainer.train()
+    searched(trainer, hp_space=lambda trial: {}, n_trials=3)
+    trainer.evaluate()
+    client = mlflow.MlflowClient()
+    runs = client.search_runs(["0"], order_by=["attributes.start_time"])
+    evaluated = [[step for step, _ in history(client, run.info.run_id, "eval_loss")] for run in runs]
+    assert evaluated == [*[[2, 4, 6]] * 5, [6]]
 
 
 def test_mlflow_in_a_file_by_default(tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch) -> None:

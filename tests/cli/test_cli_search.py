@@ -17,11 +17,11 @@ import pytest
 from terminals import TerminalProcess
 from train_jobs import MODULE, write_job
 
-from paceline.cli import search_table
+from paceline.cli import search, search_table
 from paceline.cli.display import AboveBars
 from paceline.cli.main import main
 from paceline.cli.search import run_workers
-from paceline.cli.search_options import read_search
+from paceline.cli.search_options import SearchConfig, read_search
 
 optuna = pytest.importorskip("optuna")
 
@@ -119,6 +119,7 @@ def test_parallel(tmp_path: Path) -> None:
         ("n_trials: 3", "halving: {{reduction_factor: 2}}", "search.halving: {'reduction_factor': 2} is not"),
         ("n_trials: 3", "halving: {{min_steps: 0}}", "search.halving.min_steps: 0 is not a whole number"),
         ("n_trials: 3", "halving: {{min_steps: 2}}\n  timeout: 3", "search.halving: it cannot be combined"),
+        ("n_trials: 3", "halving: {{min_steps: 2}}\n  pruner: MedianPruner", "search.halving: it compares the trials"),
         ("high: 1e-1", "high: .nan", "search.space.learning_rate.high: nan is not a number"),
         ("high: 1e-1", "high: .inf", "search.space.learning_rate.high: inf is not a number"),
         ("log: true", "log: 1", "search.space.learning_rate.log: 1 is neither true nor false"),
@@ -137,6 +138,38 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, n
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+def in_this_process(config: SearchConfig, folder: Path | None = None) -> list[int]:
+    """Takes the place of the processes of a search: the first one takes all trials."""
+    return [search.run(read_search([*config.words, "--worker"]))]
+
+
+GRID = "{{name: GridSampler, search_space: {{learning_rate: [0.001, 0.01], model.width: [2], {batch}: [4]}}}}"
+
+
+def test_a_grid_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial of the queue has its own place in the grid."""
+    monkeypatch.setattr(search, "run_workers", in_this_process)
+    grid = GRID.replace("{batch}", "per_device_train_batch_size")
+    path = write_job(tmp_path, MODULE, CONFIG.replace("{{name: TPESampler, seed: 0}}", grid))
+    assert main(["search", str(path), "--n_parallel", "2", "--n_trials", "2"]) == 0
+    trials = study_of(tmp_path).trials
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * 2
+    assert sorted(trial.params["learning_rate"] for trial in trials) == [0.001, 0.01]
+
+
+@pytest.mark.filterwarnings("ignore:The number of trials is too small to compute importances")
+def test_changed_arguments_of_a_search_in_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process that starts the others compares its arguments with those of the study, and tells of it once."""
+    monkeypatch.setattr(search, "run_workers", in_this_process)
+    command = ["search", str(write_job(tmp_path, MODULE, CONFIG)), "--n_parallel", "2", "--n_trials"]
+    assert main([*command, "1"]) == 0
+    assert main([*command, "2", "--weight_decay", "0.5"]) == 0
+    told = caplog.text
+    assert told.count("other arguments") == told.count("comparable: weight_decay=0.5 (before: 0.0).") == 1
 
 
 def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

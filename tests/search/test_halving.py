@@ -78,6 +78,34 @@ def test_a_failed_trial_leaves_the_others(tmp_path: Path) -> None:
     assert best.run_summary.survivors == (1, 1)
 
 
+def test_without_evaluations_of_the_run_the_objective_is_that_of_its_last_step(tmp_path: Path) -> None:
+    """The checkpoint that a survivor resumes has the evaluation of its rung in its log."""
+    options: dict[str, Any] = {"hp_space": rates, "n_trials": 2, "sampler": Listed(), "halving": {"min_steps": 2}}
+    best = searched(make_search(tmp_path / "search", eval_strategy="no"), **options)
+    straight = make_search(tmp_path / "straight", eval_strategy="no", **best.hyperparameters)
+    straight.train()
+    assert straight.evaluate()["eval_loss"] == best.objective
+
+
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+@pytest.mark.parametrize("name", ["GridSampler", "BruteForceSampler"])
+def test_a_sampler_that_has_tried_its_whole_space(tmp_path: Path, name: str) -> None:
+    """It asks optuna for the end of an optimization, which is not optuna's here."""
+    grid = {"learning_rate": [1e-3, 1e-2]}
+    options = {"search_space": grid} if name == "GridSampler" else {}
+    best = searched(
+        make_search(tmp_path),
+        hp_space=lambda trial: {key: trial.suggest_categorical(key, values) for key, values in grid.items()},
+        n_trials=2,
+        sampler=getattr(optuna.samplers, name)(**options),
+        halving={"min_steps": 2},
+    )
+    assert best.run_summary.survivors == (2, 1)
+    study = optuna.load_study(study_name="paceline", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert sorted(trial.state.name for trial in study.trials) == ["COMPLETE", "PRUNED"]
+    assert {trial.params["learning_rate"] for trial in study.trials} == set(grid["learning_rate"])
+
+
 def test_rungs() -> None:
     ladder = make_ladder({"min_steps": 10, "reduction_factor": 2}, 5)
     assert [ladder.until(rung) for rung in range(ladder.num_rungs)] == [10, 20, 40, None]
@@ -91,6 +119,7 @@ def test_rungs() -> None:
         ({"halving": {}}, "min_steps=None"),
         ({"halving": {"min_steps": 2, "reduction_factor": 1}}, "reduction_factor=1"),
         ({"halving": {"min_steps": 2}, "timeout": 3}, "timeout cannot be combined"),
+        ({"halving": {"min_steps": 2}, "pruner": optuna.pruners.MedianPruner()}, "MedianPruner: .* asks no pruner"),
         ({"halving": {"min_steps": 2}, "direction": ["minimize", "minimize"]}, "direction names several"),
     ],
 )

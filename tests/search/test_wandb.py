@@ -13,6 +13,7 @@ from search_jobs import make_search, searched
 from paceline.callbacks.reporters.wandb import WandbCallback
 from paceline.core.optional import is_installed
 from paceline.search.trials import SearchError
+from paceline.search.wandb_sweep import sweep_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not is_installed("wandb"), reason="needs wandb")]
 
@@ -47,6 +48,8 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 SPACE = {"method": "random", "parameters": {"learning_rate": {"values": [1e-9, 1e-2]}}}
+ACCURACY = {"name": "eval/accuracy", "goal": "maximize", "target": 0.9}
+OBJECTIVE = {"name": "objective", "goal": "minimize"}
 
 
 def test_sweep(service: dict[str, Any], tmp_path: Path) -> None:
@@ -86,8 +89,25 @@ def test_errors(service: dict[str, Any], tmp_path: Path) -> None:
         ({"hp_space": lambda trial: {"learning_rate": 1}}, "a sweep of wandb is a dict with 'method'"),
         ({"projct": "p"}, "has no option 'projct'"),
         ({"direction": ["minimize", "minimize"]}, "a sweep has one objective"),
+        ({"hp_space": lambda trial: SPACE, "direction": "maximize"}, "would maximize .eval/loss.. Give its name"),
+        ({"hp_space": lambda trial: {**SPACE, "metric": ACCURACY}}, "goal of its metric is .maximize., and direction="),
     ],
 )
 def test_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SearchError, match=message):
         make_search(tmp_path).hyperparameter_search(backend="wandb", n_trials=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("metric", "direction", "options", "wanted"),
+    [
+        ({}, "minimize", {}, {"name": "eval/loss", "goal": "minimize"}),
+        (ACCURACY, "maximize", {}, ACCURACY),
+        (OBJECTIVE, "maximize", {}, {"name": "objective", "goal": "maximize"}),
+        (OBJECTIVE, "maximize", {"metric": "eval/f1"}, {"name": "eval/f1", "goal": "maximize"}),
+    ],
+)
+def test_metric_of_a_sweep(
+    metric: dict[str, Any], direction: str, options: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    assert sweep_config({**SPACE, "metric": metric}, direction, options)["metric"] == wanted

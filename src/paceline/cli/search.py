@@ -34,7 +34,7 @@ from paceline.core.metrics import best_metric_value
 from paceline.core.optional import LateModule, is_installed
 from paceline.core.record import jsonable
 from paceline.search.optuna_study import RUN_NAME, STUDY_NAME, OptunaSearch, close_storage, no_result, own_storage
-from paceline.search.trials import params_of
+from paceline.search.trials import params_of, shared_settings
 
 if TYPE_CHECKING:
     import optuna
@@ -221,8 +221,8 @@ class SharedSearch:
         self.evaluates = args.eval_strategy != "no"
 
     def settings(self) -> dict[str, Any]:
-        """Returns nothing: the processes compare the arguments."""
-        return {}
+        """Returns the options that all trials share."""
+        return shared_settings(self.args.to_sanitized_dict())
 
 
 def run_parallel(config: SearchConfig, args: TrainingArguments, folder: Path) -> int:
@@ -239,7 +239,8 @@ def run_parallel(config: SearchConfig, args: TrainingArguments, folder: Path) ->
         with search.resources:
             waiting = len(search.study.get_trials(deepcopy=False, states=(state.WAITING,)))
             for _ in range(config.n_trials - search.num_counted() - waiting):
-                search.study.enqueue_trial({})
+                # as `enqueue_trial` without fixed parameters, to which samplers of a grid would give no place in it
+                search.study.add_trial(optuna.trial.create_trial(state=state.WAITING))
             display = TrialsDisplay(folder)
             display.start()
             with display.shown():

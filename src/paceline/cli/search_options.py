@@ -11,7 +11,7 @@ search:
   n_trials: 20
   n_parallel: 2                       # processes; each has its own CUDA device, if there are any
   sampler: {name: TPESampler, seed: 0}
-  pruner: MedianPruner
+  pruner: MedianPruner                # not with halving
   halving: {min_steps: 100, reduction_factor: 3}
 """
 
@@ -208,6 +208,9 @@ def check_halving(settings: Mapping[str, Any]) -> None:
         return
     if settings.get("timeout") is not None:
         raise UsageError("search.halving: it cannot be combined with timeout; leave one of them out")
+    pruner = settings.get("pruner")
+    if (pruner.get("name") if isinstance(pruner, Mapping) else pruner) not in (None, "NopPruner"):
+        raise UsageError("search.halving: it compares the trials itself and asks no pruner; leave one of them out")
     if not isinstance(options, Mapping) or not {"min_steps"} <= set(options) <= set(HALVING):
         raise UsageError(f"search.halving: {options!r} is not {{min_steps: ..., reduction_factor: 3}}")
     for name, least in HALVING.items():

@@ -71,7 +71,7 @@ A configuration of `paceline train` with one more section (the extra `optuna`):
     n_trials: 20
     n_parallel: 2                    # processes; each has its own CUDA device, if there are any
     sampler: {name: TPESampler, seed: 0}
-    pruner: MedianPruner
+    pruner: MedianPruner             # not with halving
     halving: {min_steps: 100}        # successive halving: the best third continues
     timeout: 3600                    # seconds
 

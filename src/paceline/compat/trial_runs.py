@@ -36,6 +36,7 @@ from paceline.search.trials import (
     check_trials,
     is_number,
     params_of,
+    shared_settings,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +53,6 @@ REPLACED = (
 )  # fmt: skip
 OF_SEARCH = ("hp_name", "hp_search_backend", "hp_space", "compute_objective", "_trial_runs")
 OF_HANDLER = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-# options that need not agree between the starts of a search
-FREE = {"output_dir", "run_name", "logging_dir", "report_to", "disable_tqdm", "resume_from_checkpoint", "project"}
 DEFAULT_NAME = "run-{}"
 MAX_NAME_BYTES = 200  # of a trial's folder; file systems allow 255, and some services make longer names of it
 WHOLE = ("int", "int | None", int, int | None)  # declared types of options
@@ -254,8 +253,7 @@ class TrialRuns:
 
     def settings(self) -> dict[str, Any]:
         """Returns the options that all trials share."""
-        options = self.args.to_sanitized_dict()
-        return {name: value for name, value in options.items() if name not in FREE}
+        return shared_settings(self.args.to_sanitized_dict())
 
     def run(
         self,
@@ -413,9 +411,13 @@ class TrialRuns:
             self.is_pruned = self.trainer.control.should_training_stop = True
 
     def outcome(self) -> Objective:
-        """Returns the objective of the last evaluation; evaluates if there was none."""
+        """Returns the objective of the last evaluation of this run; evaluates if there was none.
+
+        The log of a resumed trial has the evaluations before its checkpoint too, which are of fewer steps.
+        """
         if self.value is None:
-            self.value = self.compute(last_evaluation(self.trainer.state.log_history) or self.trainer.evaluate())
+            state = self.trainer.state
+            self.value = self.compute(evaluation_at(state.global_step, state.log_history) or self.trainer.evaluate())
         return self.value
 
     def compute(self, metrics: Mapping[str, float]) -> Objective:
@@ -510,11 +512,10 @@ def on_first_lock(trainer: Trainer, folder: Path) -> Any:
     return held[0] if held else None
 
 
-def last_evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the metrics of the last evaluation in a log, of all its datasets; empty if there is none."""
-    found = [row for row in rows if any(name.startswith("eval_") for name in row)]
+def evaluation_at(step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the metrics of the evaluation at an optimizer step in a log, of all its datasets; empty without one."""
     metrics: dict[str, float] = {}
-    for row in found:
-        if row.get("step") == found[-1].get("step"):
+    for row in rows:
+        if row.get("step") == step and any(name.startswith("eval_") for name in row):
             metrics.update({name: value for name, value in row.items() if name != "step"})
     return metrics

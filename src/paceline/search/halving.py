@@ -114,7 +114,7 @@ def run(search: OptunaSearch, options: Mapping[str, Any]) -> BestRun:
         if rung < ladder.num_rungs - 1:
             drop_worst(search, active, rung, ladder.reduction_factor)
     for trial in active.values():
-        search.study.tell(trial, rungs_of(trial)[-1][1])
+        search.tell(trial, rungs_of(trial)[-1][1])
     best = search.best()
     assert isinstance(best, BestRun)
     return best._replace(run_summary=summary_of(search.study, tuple(survivors)))
@@ -137,12 +137,12 @@ def climb(search: OptunaSearch, trial: optuna.Trial, rung: int, ladder: Ladder) 
         if not isinstance(value, float) or math.isnan(value):
             raise from_error.TrialFailed("the objective is NaN")
     except optuna.TrialPruned:  # by a function of the user
-        search.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        search.tell(trial, state=optuna.trial.TrialState.PRUNED)
         return False
     except from_error.TrialFailed as error:
         logger.warning("Trial %d failed at rung %d: %s", trial.number, rung, error)
         trial.set_user_attr(from_error.ERROR, str(error))
-        search.study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        search.tell(trial, state=optuna.trial.TrialState.FAIL)
         return False
     step = search.trials.num_steps
     trial.set_user_attr(RUNGS, [*before, [step, value]])
@@ -158,7 +158,7 @@ def drop_worst(search: OptunaSearch, active: dict[int, optuna.Trial], rung: int,
     reached.sort(key=lambda trial: (sign * rungs_of(trial)[rung][1], trial.number))
     going_on = {trial.number for trial in reached[: math.ceil(len(reached) / factor)]}
     for number in [number for number in active if number not in going_on]:
-        search.study.tell(active.pop(number), state=optuna.trial.TrialState.PRUNED)
+        search.tell(active.pop(number), state=optuna.trial.TrialState.PRUNED)
 
 
 def summary_of(study: optuna.Study, survivors: tuple[int, ...]) -> HalvingSummary:

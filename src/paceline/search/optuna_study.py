@@ -151,6 +151,11 @@ class OptunaSearch:
         if pruner is None or isinstance(pruner, optuna.pruners.NopPruner):
             return
         name = type(pruner).__name__
+        if self.halving is not None:
+            raise SearchError(
+                f"pruner={name}: successive halving compares the trials itself and asks no pruner; leave out pruner or "
+                "halving."
+            )
         if not self.trials.evaluates:
             raise SearchError(
                 f"pruner={name}: there are no evaluations during training to prune by; set eval_strategy='steps' or "
@@ -187,9 +192,14 @@ class OptunaSearch:
         return study
 
     def compare_settings(self, study: optuna.Study) -> None:
-        """Stores the options that all trials share; warns if they have changed since the study was begun."""
+        """Stores the options that all trials share; warns if they have changed since the study was begun.
+
+        A worker does neither: the process that has started it does both.
+        """
+        if self.is_worker:
+            return
         now, before = self.trials.settings(), study.user_attrs.get(SETTINGS)
-        if before is None:
+        if not before:
             study.set_user_attr(SETTINGS, now)
             return
         changed = sorted(name for name in now if name in before and before[name] != now[name])
@@ -268,11 +278,24 @@ class OptunaSearch:
                 logger.warning("Trial %d failed: %s", trial.number, error)
                 ending["state"] = state.FAIL
                 if isinstance(error, SearchError):
-                    self.study.tell(trial, **ending)
+                    self.tell(trial, **ending)
                     raise
-            ended = self.study.tell(trial, **ending)
+            ended = self.tell(trial, **ending)
             for callback in self.optimize.get("callbacks", ()):
                 callback(self.study, ended)
+
+    def tell(self, trial: optuna.Trial, *value: float, **ending: Any) -> optuna.trial.FrozenTrial:
+        """Records the end of a trial that `Study.optimize` does not run; the arguments are those of `Study.tell`.
+
+        A sampler that has tried its whole space (`GridSampler`, `BruteForceSampler`) calls `Study.stop`, which is an
+        error outside of `Study.optimize`, raised after the trial is stored. Here the trials have been chosen already.
+        """
+        try:
+            return self.study.tell(trial, *value, **ending)
+        except RuntimeError as error:
+            if "Study.stop" not in str(error):
+                raise
+            return self.study._storage.get_trial(trial._trial_id)
 
     def objective(self, trial: optuna.Trial) -> Objective:
         """Runs one trial of the study."""

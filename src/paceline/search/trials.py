@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 DIRECTIONS = ("minimize", "maximize")
+# options that need not agree between the starts of a search
+FREE = {"output_dir", "run_name", "logging_dir", "report_to", "disable_tqdm", "resume_from_checkpoint", "project"}
 
 Objective = float | list[float]
 Report = Callable[[Objective, int], bool]  # (objective, optimizer step) -> True if the trial is to end here
@@ -189,6 +191,11 @@ def is_number(value: object) -> bool:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def shared_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the options of a Trainer that have to agree between the starts of a search."""
+    return {name: value for name, value in options.items() if name not in FREE}
 
 
 def params_of(trial: object) -> dict[str, Any]:

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 wandb: Any = LateModule("wandb")
 
 OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
+OBJECTIVE = "objective"  # the name under which the result of `compute_objective` is logged
+DEFAULT_METRIC = "eval/loss"
 
 
 def run(trials: Trials, n_trials: int | None, directions: list[str], options: dict[str, Any]) -> BestRun:
@@ -25,7 +27,8 @@ def run(trials: Trials, n_trials: int | None, directions: list[str], options: di
         n_trials: runs of the agent.
         directions: one.
         options: `sweep_id` continues a sweep; `project`, `entity` and `name` of a new one; `metric` that the sweep
-            optimises, by default "eval/loss"; "objective" is the result of `compute_objective`.
+            optimises, by default that of the search space, else "eval/loss", which is only minimized; "objective" is
+            the result of `compute_objective`.
 
     Raises:
         RuntimeError: no trial was completed.
@@ -54,15 +57,39 @@ def sweep_config(space: dict[str, Any], direction: str, options: dict[str, Any])
     """Returns the configuration of a sweep: the search space with the metric, its direction and the name.
 
     Raises:
-        SearchError: the space is no configuration of a sweep.
+        SearchError: the space is no configuration of a sweep, or has another metric than the search.
     """
     if not isinstance(space.get("parameters"), dict):
         raise SearchError("hp_space: a sweep of wandb is a dict with 'method' and 'parameters'.")
     config = copy.deepcopy(space)
-    config["metric"] = {**config.get("metric", {}), "name": options.get("metric", "eval/loss"), "goal": direction}
+    config["metric"] = metric_of(config.get("metric") or {}, direction, options.get("metric"))
     if options.get("name"):
         config["name"] = options["name"]
     return config
+
+
+def metric_of(given: dict[str, Any], direction: str, name: str | None) -> dict[str, Any]:
+    """Returns the metric that a sweep optimises.
+
+    Args:
+        given: `metric` of the search space.
+        direction: the direction of the objective.
+        name: the option `metric`, which goes before the name in the search space.
+
+    Raises:
+        SearchError: the sweep would optimise something else than the search.
+    """
+    own, goal = given.get("name"), given.get("goal", direction)
+    if name is None and own != OBJECTIVE and goal != direction:
+        raise SearchError(
+            f"hp_space: the goal of its metric is {goal!r}, and direction={direction!r}: make them the same."
+        )
+    if name is None and own is None and direction != "minimize":
+        raise SearchError(
+            f"direction={direction!r}: without a metric the sweep would {direction} {DEFAULT_METRIC!r}. Give its name, "
+            f"as metric='eval/accuracy', or metric={OBJECTIVE!r} for the result of compute_objective."
+        )
+    return {**given, "name": name or own or DEFAULT_METRIC, "goal": direction}
 
 
 class Sweep:
@@ -95,7 +122,7 @@ class Sweep:
                 self.errors.append(error)
             raise
         if wandb.run is not None:
-            wandb.log({"objective": value})
+            wandb.log({OBJECTIVE: value})
         number = value if isinstance(value, float) else value[0]
         best = None if self.best is None else self.best.objective
         if is_better(number, best if isinstance(best, float) else None, self.direction):

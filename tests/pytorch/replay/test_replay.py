@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from small_models import Classifier, Tagger, classification, losses, make_trainer, tagging
 
+from paceline import EarlyStoppingCallback
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.pytorch.replay.step import replay
 
@@ -75,3 +76,27 @@ def test_an_update_of_another_batch_size_is_refused_with_the_remedy(tmp_path: Pa
         replay(make_trainer(tmp_path, Classifier(), DATA, **smaller), 3)
     assert replay(make_trainer(tmp_path, Classifier(), DATA, **OPTIONS), 3).is_exact
     assert replay(make_trainer(tmp_path, Classifier(), DATA, **smaller), 7).is_exact
+
+
+def test_trackers_keep_what_they_hold_and_early_stopping_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorBoard would hide the steps after the checkpoint; early stopping needs evaluations."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = {**OPTIONS, "logging_steps": 1, "report_to": "tensorboard", "logging_dir": str(tmp_path / "logs")}
+    stop = EarlyStoppingCallback(early_stopping_patience=9)
+    evaluations = {"eval_dataset": DATA, "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    trainer = make_trainer(tmp_path / "run", Classifier(), DATA, callbacks=[stop], **evaluations, **options)
+    trainer.train()
+
+    def logged() -> list[int]:
+        found = events.EventAccumulator(str(tmp_path / "logs")).Reload()
+        return [event.step for event in found.Scalars("train/loss")]
+
+    assert logged() == list(range(1, 13))
+    callbacks, state = list(trainer.callback_handler.callbacks), stop.state_dict()
+    caplog.clear()
+    assert replay(trainer, 7).is_exact
+    assert logged() == list(range(1, 13))
+    assert (trainer.callback_handler.callbacks, stop.state_dict()) == (callbacks, state)
+    assert "callbacks not included" not in caplog.text

@@ -82,6 +82,7 @@ class MLflowCallback(CardReporter):
         self._is_training = False
         self._run_id: str | None = None
         self._run_name: str | None = None
+        self._trial: str | None = None  # that `_run_id` belongs to
         self._resumes: Mapping[str, Any] = {}
         self._sender: Sender | None = None
         self._filter = NumberFilter("MLflow")
@@ -121,6 +122,7 @@ class MLflowCallback(CardReporter):
             mlflow.start_run(run_id=before, run_name=run_name_of(args), nested=is_nested)
             self._auto_end_run = True
         self._run_id, self._run_name = mlflow.active_run().info.run_id, run_name_of(args)
+        self._trial = state.trial_name
         client = mlflow.MlflowClient()
         self._log_settings(client, args, model)
         client.set_tag(self._run_id, "model_tags", ", ".join(tags_of(model)))
@@ -176,8 +178,11 @@ class MLflowCallback(CardReporter):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        if self._is_training:  # a training that an error ended
+        # a training that an error ended, or an evaluation before a search: each trial has a run of its own
+        if self._is_training or (self._initialized and state.is_hyper_param_search):
             MLflowCallback.on_train_end(self, args, state, control)
+        if state.global_step == 0:
+            self._resumes = {}  # a run that begins continues none, whatever was restored around a search
         self._is_training = True
         if not self._initialized:
             self.setup(args, state, model)
@@ -191,8 +196,7 @@ class MLflowCallback(CardReporter):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        if self._sender is None and not self._initialized:
-            self.setup(args, state, model)
+        self._prepare(args, state, control, model)
         if self._sender is None or not logs:
             return
         kind, now = require("mlflow.entities", "mlflow").Metric, int(time.time() * 1000)
@@ -206,8 +210,7 @@ class MLflowCallback(CardReporter):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, media: Media, **kwargs: Any
     ) -> None:
         """Adds the file of a figure or table to the run's artifacts, in the folder `media`."""
-        if self._sender is None and not self._initialized:
-            self.setup(args, state, kwargs.get("model"))
+        self._prepare(args, state, control, kwargs.get("model"))
         if self._run_id is not None and media.path.exists():
             self._check_server()
             self._ml_flow.MlflowClient().log_artifact(
@@ -246,6 +249,15 @@ class MLflowCallback(CardReporter):
             logger.warning(
                 "MLflow's server did not accept the last %d metrics of run %s.", self._sender.num_waiting, self._run_id
             )
+
+    def _prepare(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any) -> None:
+        """Opens a run for what is logged, if there is none. What is logged after a search belongs to no trial."""
+        if self._sender is not None and self._trial != state.trial_name:
+            MLflowCallback.on_train_end(self, args, state, control)
+            self._sender.close()
+            self._sender, self._resumes = None, {}
+        if self._sender is None and not self._initialized:
+            self.setup(args, state, model)
 
     def _check_server(self) -> None:
         """Raises ConnectionError if the server does not answer; waits for it at length only once in an outage."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.places import WITHOUT_OUTPUT
+from paceline.callbacks.defaults import DISPLAYS
 from paceline.checkpoint import folders
 from paceline.core.events import TrainerCallback
 from paceline.core.journal import CHANGES_FILE, JOURNAL_FILE, UpdateRow, find_row, read_changes, read_rows
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from paceline.pytorch.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+# callbacks that a replay leaves out beside reporters: displays, and what needs the evaluations of the run. By name, so
+# that those of transformers count too
+LEFT_OUT = {"EarlyStoppingCallback", *(kind.__name__ for kind in DISPLAYS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +85,47 @@ class StopAfter(TrainerCallback):
             control.should_training_stop = True
 
 
+class LeftOut(TrainerCallback):
+    """Takes the place of a callback that a replay leaves out, so that its state in the checkpoint has an owner.
+
+    Args:
+        callback: the callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.state_key = getattr(callback, "state_key", None) or type(callback).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: a replay saves no checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignores the state: the callback keeps its own."""
+
+
+@contextmanager
+def unobserved(callbacks: list[Any]) -> Iterator[None]:
+    """Leaves out those callbacks of a Trainer that would record, show or stop the replayed steps as steps of the run.
+
+    A tracker would continue the run of the checkpoint, and hide what it holds of later steps.
+
+    Args:
+        callbacks: the list of the callback handler; on exit as it was.
+    """
+    before = list(callbacks)
+    callbacks[:] = [LeftOut(callback) if is_left_out(callback) else callback for callback in before]
+    try:
+        yield
+    finally:
+        callbacks[:] = before
+
+
+def is_left_out(callback: object) -> bool:
+    """Returns True for reporters (`may_fail`), displays and early stopping."""
+    names = {base.__name__ for base in type(callback).__mro__}
+    return getattr(callback, "may_fail", False) is True or not names.isdisjoint(LEFT_OUT)
+
+
 def replay(
     trainer: Trainer,
     step: int,
@@ -87,6 +134,8 @@ def replay(
     blame: bool = False,
 ) -> Replayed:
     """Trains up to `step` from the newest valid checkpoint before it, or from the beginning; the run is unchanged.
+
+    Reporters, displays and early stopping are left out, so that its trackers are unchanged too.
 
     With `blame` the trainer's model is left with the weights that the step started from.
 
@@ -117,7 +166,8 @@ def replay(
         callbacks: list[TrainerCallback] = [StopAfter(step, read_changes(folder / CHANGES_FILE))]
         if snapshot is not None:
             callbacks.append(snapshot)
-        trainer._train_with(options, callbacks, str(start) if start is not None else None)
+        with unobserved(trainer.callback_handler.callbacks):
+            trainer._train_with(options, callbacks, str(start) if start is not None else None)
         if follows_metrics(trainer.lr_scheduler):
             raise ValueError("The learning rate of this run followed its evaluations, which a replay does not make.")
         made = on_first(trainer.world, lambda: find_row(Path(temporary) / JOURNAL_FILE, step))
