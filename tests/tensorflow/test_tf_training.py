@@ -15,7 +15,8 @@ from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, 
 from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, UnsupportedOption
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
-from paceline.tensorflow.data.sources import is_batched, make_source
+from paceline.tensorflow.data.sources import make_source
+from paceline.tensorflow.data.transformations import is_batched
 from paceline.tensorflow.framework import keras, tf
 
 DATA = make_data(18)

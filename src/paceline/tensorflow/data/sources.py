@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.core.lengths import GivenLengths, find_lengths, length_grouped_order
 from paceline.tensorflow.data.batches import Array, collate, leaves, map_leaves, size_of, to_array
+from paceline.tensorflow.data.transformations import is_batched, is_infinite, known_size, shuffles_of
 from paceline.tensorflow.framework import keras, tf
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,6 @@ logger = logging.getLogger(__name__)
 Collate = Callable[[list[Any]], Any]
 READS_OWN = "paceline_source"  # on a tf.data.Dataset made from a source: read that source instead
 EPOCH_METHODS = ("on_epoch_begin", "on_epoch_end")
-# operations that unbatch, or whose function determines what their elements are
-MAKE_SAMPLES = ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave", "Window")
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Array:
@@ -478,56 +477,6 @@ def source_of_batches(dataset: object) -> Source:
     )
     source.is_endless = is_infinite(dataset)
     return source
-
-
-def shuffles_of(dataset: Any) -> Iterator[Any]:
-    """Yields the shuffle transformations of a tf.data.Dataset, except those inside functions."""
-    if type(dataset).__name__ == "_ShuffleDataset":
-        yield dataset
-    for source in dataset._inputs():
-        yield from shuffles_of(source)
-
-
-def known_size(dataset: Any) -> int | None:
-    """Returns the number of elements of a tf.data.Dataset; None if unknown or endless."""
-    size = int(dataset.cardinality())
-    return size if size >= 0 else None
-
-
-def is_infinite(dataset: Any) -> bool:
-    """True if a tf.data.Dataset is known to repeat without end."""
-    return bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
-
-
-def is_batched(dataset: Any, is_mapped: bool = False) -> bool:
-    """True if the elements of a tf.data.Dataset are batches: it was batched, and not unbatched afterwards.
-
-    Args:
-        dataset: its transformations are followed back to its inputs.
-        is_mapped: a later `map` exists. Single numbers that were batched before it count as tokens of a text that is
-            cut into sequences, not as samples.
-    """
-    name = type(dataset).__name__.strip("_").removesuffix("Dataset")
-    if name in MAKE_SAMPLES:
-        return False
-    sources = dataset._inputs()
-    if name.lower().endswith("batch"):
-        return not (is_mapped and is_of_tokens(sources[0]))
-    if name == "GroupByWindow":  # also made by bucket_by_sequence_length
-        return True
-    if name == "DirectedInterleave":  # its first input selects among the others
-        sources = sources[1:]
-    return any(is_batched(source, is_mapped or name.endswith("Map")) for source in sources)
-
-
-def is_of_tokens(dataset: Any) -> bool:
-    """True if each element is a single number or text, but not a row index (as in `to_tf_dataset` of datasets)."""
-    spec = dataset.element_spec
-    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 0:
-        return False
-    while dataset._inputs():
-        dataset = dataset._inputs()[0]
-    return type(dataset).__name__ != "_RangeDataset"
 
 
 def as_dataset(source: Source) -> Any:
