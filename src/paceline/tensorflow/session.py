@@ -168,6 +168,8 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
     def open_data(self, checkpoint: Path | None) -> tuple[TFFeed, Plan]:
         args = self.options
         source = self.open_source()
+        if args.nonfinite_policy == "rollback":
+            source.check_rewind()
         feed = TFFeed(
             source,
             accumulation=args.gradient_accumulation_steps,

@@ -245,6 +245,7 @@ class TFTrainer(HubNames):
                 seed=None if args.train_sampling_strategy == "sequential" else seed,
                 drop_last=args.dataloader_drop_last,
                 by_length=args.train_sampling_strategy == "group_by_length",
+                is_training=True,
             )
         )
 
@@ -269,6 +270,7 @@ class TFTrainer(HubNames):
         seed: int | None = None,
         drop_last: bool = False,
         by_length: bool = False,
+        is_training: bool = False,
     ) -> Source:
         check_data(data)
         names = getattr(self.processing_class, "model_input_names", None) or [None]
@@ -282,6 +284,8 @@ class TFTrainer(HubNames):
             pad=make_padding(self.processing_class, self.label_names),
             columns=columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None,
             lengths=measure if by_length else None,
+            # an evaluation on the training data must not change its order within an epoch
+            calls_epoch_methods=is_training or data is not self.train_dataset,
         )
 
     # ---- optimizer and schedule

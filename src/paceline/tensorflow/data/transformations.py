@@ -53,9 +53,15 @@ def is_of_tokens(dataset: Any) -> bool:
     return type(dataset).__name__ != "_RangeDataset"
 
 
-def shuffles_of(dataset: Any) -> Iterator[Any]:
-    """Yields the shuffle transformations of a tf.data.Dataset, except those inside functions."""
-    if type(dataset).__name__ == "_ShuffleDataset":
-        yield dataset
+def shuffles_of(dataset: Any, later: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yields the shuffles of a tf.data.Dataset, except those inside functions, each with the transformations after it.
+
+    Args:
+        dataset: its transformations are followed back to its inputs.
+        later: the names of the transformations after it.
+    """
+    name = type(dataset).__name__.strip("_").removesuffix("Dataset")
+    if name == "Shuffle":
+        yield dataset, later
     for source in dataset._inputs():
-        yield from shuffles_of(source)
+        yield from shuffles_of(source, (*later, name))
