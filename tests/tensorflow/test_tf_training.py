@@ -172,6 +172,35 @@ def test_batches_are_found_whatever_was_done_to_them(tmp_path: Path) -> None:
     assert [is_batched(data) for data in single] == [False] * len(single)
 
 
+def test_a_collator_is_called_on_the_rows_of_arrays_or_refused(tmp_path: Path) -> None:
+    """As on a list of the same samples."""
+
+    def shift(samples: list[Any]) -> Any:
+        return np.stack([x + 1 for x, _ in samples]), np.array([y for _, y in samples])
+
+    def shift_x(samples: list[Any]) -> Any:
+        x, y = ([each[name] for each in samples] for name in ("x", "labels"))
+        return {"x": np.stack(x) + 1, "labels": np.array(y)}
+
+    def train(number: int, data: Any, collator: Any, **options: Any) -> list[float]:
+        trainer = make_trainer(tmp_path / str(number), Linear(), data, data_collator=collator, **options)
+        trainer.train()
+        return losses(trainer)
+
+    columns = {"x": DATA[0], "labels": DATA[1]}
+    listed = train(0, list(zip(*DATA, strict=True)), shift)
+    assert train(1, DATA, shift) == listed
+    assert train(2, columns, shift_x) == listed
+    assert train(3, (DATA[0] + 1, DATA[1]), None) == listed
+    for data in (tf.data.Dataset.from_tensor_slices(DATA), Batches()):
+        with pytest.raises(UnsupportedOption, match="data_collator=shift is not supported with a"):
+            train(4, data, shift)
+        with pytest.raises(UnsupportedOption, match="data_collator=shift is not supported with a"):
+            train(4, DATA, shift, eval_dataset={"one": DATA, "other": data}, eval_strategy="epoch")
+    with pytest.raises(UnsupportedOption, match="dataloader_drop_last=True is not supported with a Batches"):
+        train(4, Batches(), None, dataloader_drop_last=True)
+
+
 def test_the_loss_of_an_evaluation_is_the_mean_over_samples(tmp_path: Path) -> None:
     model = make_model()
     metric = Accuracy(confidence=None)

@@ -101,7 +101,8 @@ class TFTrainer(HubNames):
             `close`, for the TensorBoard reporter.
         optimizers: (Keras optimizer, learning-rate schedule) to use instead of those that the arguments name. Without
             it, the optimizer that the model was compiled with is used, unless it is the default of `compile()`.
-        data_collator: a list of samples -> a batch; None pads with `processing_class` if it can, else stacks.
+        data_collator: a list of samples -> a batch, where a sample of arrays is a row of each; None pads with
+            `processing_class` if it can, else stacks. Refused for a tf.data.Dataset and a PyDataset.
         processing_class: a tokenizer or processor, which pads batches and is saved with the model.
         model_init: called without arguments, in the strategy's scope, to create a new model in each `train`.
         compute_loss_func: `(outputs, labels) -> loss`, optionally with `num_items_in_batch`; the loss has one entry per

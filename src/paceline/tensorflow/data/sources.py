@@ -348,7 +348,7 @@ def make_source(
         batch_size: samples per batch, over all replicas.
         seed: seed of the random order; None keeps dataset order.
         drop_last: leave out a last batch that is not full.
-        collator: list of samples -> batch; None stacks rows.
+        collator: list of samples -> batch, where a sample of arrays is a row of each; None stacks rows.
         pad: padding function of the default collator.
         columns: columns of a `datasets.Dataset` to read; None reads all numeric ones.
         lengths: data -> length of every sample, to group samples of similar length; None: no grouping.
@@ -356,11 +356,13 @@ def make_source(
 
     Raises:
         TypeError: the data is of no supported kind.
-        ValueError: arrays differ in length, or a tf.data.Dataset holds batches already.
+        ValueError: arrays differ in length, or a tf.data.Dataset holds batches already; or an option is about batches
+            that are not made here.
     """
     own = getattr(data, READS_OWN, None)
     if own is not None:
         return own  # type: ignore[no-any-return]
+    check_batching(data, collator, drop_last=drop_last)
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "drop_last": drop_last}
     if lengths is not None:
         options["lengths"] = lengths(data)
@@ -372,7 +374,7 @@ def make_source(
     if hasattr(data, "column_names") and hasattr(data, "select_columns") and hasattr(data, "__len__"):
         return source_of_table(data, columns, collate_samples, options)
     if is_arrays(data):
-        return source_of_arrays(data, options)
+        return source_of_arrays(data, collator, options)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
 
         def take(numbers: Array) -> Any:
@@ -382,6 +384,32 @@ def make_source(
     if (callable(data) or hasattr(data, "__iter__")) and not isinstance(data, Mapping):
         return Stream(data, collate_samples, batch_size=batch_size, drop_last=drop_last)
     raise unreadable(data)
+
+
+def check_batching(data: object, collator: Collate | None, *, drop_last: bool = False) -> None:
+    """Refuses options about batches for data that makes them itself.
+
+    Raises:
+        UnsupportedOption: a collator for a tf.data.Dataset or a PyDataset, or `dataloader_drop_last` for a PyDataset.
+    """
+    if hasattr(data, READS_OWN):
+        return
+    name = getattr(collator, "__name__", type(collator).__name__)
+    if collator is not None and isinstance(data, tf.data.Dataset):
+        raise UnsupportedOption(
+            f"data_collator={name} is not supported with a tf.data.Dataset, whose samples TensorFlow makes into "
+            "batches: apply it to the samples with dataset.map, or pass a list of samples."
+        )
+    if collator is not None and isinstance(data, keras.utils.PyDataset):
+        raise UnsupportedOption(
+            f"data_collator={name} is not supported with a {type(data).__name__}, a PyDataset, which makes its own "
+            "batches: call it in __getitem__, or pass a list of samples."
+        )
+    if drop_last and isinstance(data, keras.utils.PyDataset):
+        raise UnsupportedOption(
+            f"dataloader_drop_last=True is not supported with a {type(data).__name__}, a PyDataset, which makes its "
+            "own batches: leave the last one out of its __len__, and set dataloader_drop_last=False."
+        )
 
 
 def unreadable(data: object) -> TypeError:
@@ -465,15 +493,25 @@ def is_arrays(data: object) -> bool:
     return bool(found) and all(len(getattr(leaf, "shape", ())) > 0 for leaf in found)
 
 
-def source_of_arrays(data: object, options: Mapping[str, Any]) -> Source:
-    """Returns a source over arrays with one row per sample."""
+def source_of_arrays(data: object, collator: Collate | None, options: Mapping[str, Any]) -> Source:
+    """Returns a source over arrays with one row per sample.
+
+    Args:
+        data: a nest of arrays.
+        collator: list of nests with a row of each array -> batch; None reads the rows of a batch at once.
+        options: of `Indexed`.
+    """
     if isinstance(data, tuple):
         data = tuple(part for part in data if part is not None)  # (features, None), as `fit` takes it
     arrays = map_leaves(to_array, data)
     sizes = {len(leaf) for leaf in leaves(arrays)}
     if len(sizes) != 1:
         raise ValueError(f"The arrays differ in their number of rows: {sorted(sizes)}. Give each one row per sample.")
-    return Indexed(sizes.pop(), lambda numbers: map_leaves(lambda leaf: leaf[numbers], arrays), **options)
+
+    def take(numbers: Any) -> Any:
+        return map_leaves(lambda leaf: leaf[numbers], arrays)
+
+    return Indexed(sizes.pop(), take if collator is None else lambda order: collator([*map(take, order)]), **options)
 
 
 def source_of_table(
