@@ -15,7 +15,8 @@ from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, 
 from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, UnsupportedOption
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
-from paceline.tensorflow.data.sources import is_batched, make_source
+from paceline.tensorflow.data.sources import make_source
+from paceline.tensorflow.data.transformations import is_batched
 from paceline.tensorflow.framework import keras, tf
 
 DATA = make_data(18)
@@ -169,6 +170,35 @@ def test_batches_are_found_whatever_was_done_to_them(tmp_path: Path) -> None:
         tokens.batch(9, drop_remainder=True).map(lambda row: (row[:-1], row[1:])).shuffle(4),  # sequences
     ]
     assert [is_batched(data) for data in single] == [False] * len(single)
+
+
+def test_a_collator_is_called_on_the_rows_of_arrays_or_refused(tmp_path: Path) -> None:
+    """As on a list of the same samples."""
+
+    def shift(samples: list[Any]) -> Any:
+        return np.stack([x + 1 for x, _ in samples]), np.array([y for _, y in samples])
+
+    def shift_x(samples: list[Any]) -> Any:
+        x, y = ([each[name] for each in samples] for name in ("x", "labels"))
+        return {"x": np.stack(x) + 1, "labels": np.array(y)}
+
+    def train(number: int, data: Any, collator: Any, **options: Any) -> list[float]:
+        trainer = make_trainer(tmp_path / str(number), Linear(), data, data_collator=collator, **options)
+        trainer.train()
+        return losses(trainer)
+
+    columns = {"x": DATA[0], "labels": DATA[1]}
+    listed = train(0, list(zip(*DATA, strict=True)), shift)
+    assert train(1, DATA, shift) == listed
+    assert train(2, columns, shift_x) == listed
+    assert train(3, (DATA[0] + 1, DATA[1]), None) == listed
+    for data in (tf.data.Dataset.from_tensor_slices(DATA), Batches()):
+        with pytest.raises(UnsupportedOption, match="data_collator=shift is not supported with a"):
+            train(4, data, shift)
+        with pytest.raises(UnsupportedOption, match="data_collator=shift is not supported with a"):
+            train(4, DATA, shift, eval_dataset={"one": DATA, "other": data}, eval_strategy="epoch")
+    with pytest.raises(UnsupportedOption, match="dataloader_drop_last=True is not supported with a Batches"):
+        train(4, Batches(), None, dataloader_drop_last=True)
 
 
 def test_the_loss_of_an_evaluation_is_the_mean_over_samples(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlo
 from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
 from paceline.tensorflow.checkpoint.variables import restore_variables
 from paceline.tensorflow.data.feed import TFFeed
-from paceline.tensorflow.data.sources import Source, is_columns, source_of_batches
+from paceline.tensorflow.data.sources import Source, check_batching, is_columns, source_of_batches
 from paceline.tensorflow.devices import World
-from paceline.tensorflow.engine import TFEngine
+from paceline.tensorflow.engine import TFEngine, is_own
 from paceline.tensorflow.framework import keras, plain, tf
 from paceline.tensorflow.model_card import count_numbers, num_samples
 from paceline.tensorflow.objective import Objective
@@ -92,6 +92,7 @@ class TFTrainerProtocol(core.Facade, Protocol):
     run_model: Callable[..., Any]
     remake_model: Callable[[], None]
     get_train_tfdataset: Callable[[], Any]
+    get_eval_tfdataset: Callable[..., Any]
     create_optimizer_and_scheduler: Callable[[int], None]
     training_step: Callable[..., Any]
     apply_gradients: Callable[..., Any]
@@ -159,8 +160,21 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         seed_everything(args.seed, is_deterministic=args.full_determinism, tf32=args.tf32)
         self.facade.remake_model()
         check_evaluation(args, self.facade.eval_dataset, self.model)
+        self.check_evaluation_batches()
         with self.strategy.scope():
             hold_generators(self.model, args.seed)
+
+    def check_evaluation_batches(self) -> None:
+        """Checks before training that evaluations can use the collator.
+
+        Raises:
+            UnsupportedOption: an evaluation set makes its own batches.
+        """
+        methods = ("evaluate", "get_eval_tfdataset")
+        if self.options.eval_strategy == "no" or any(is_own(getattr(self.facade, name), name) for name in methods):
+            return
+        for data in evaluation_sets(self.facade.eval_dataset):
+            check_batching(data, self.facade.data_collator)
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
         return choose_checkpoint(self.options, resume)
@@ -168,6 +182,8 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
     def open_data(self, checkpoint: Path | None) -> tuple[TFFeed, Plan]:
         args = self.options
         source = self.open_source()
+        if args.nonfinite_policy == "rollback":
+            source.check_rewind()
         feed = TFFeed(
             source,
             accumulation=args.gradient_accumulation_steps,
@@ -453,9 +469,13 @@ def session_of(facade: object, phases: object) -> Session:
 
 def evaluation_samples(data: Any) -> int | None:
     """Returns the samples of one evaluation of a data set, or of a dict of several; None if one has no known length."""
-    is_several = isinstance(data, dict) and not is_columns(data)
-    lengths = [num_samples(each) for each in (data.values() if is_several else [data])]
+    lengths = [num_samples(each) for each in evaluation_sets(data)]
     return None if None in lengths else sum(filter(None, lengths))
+
+
+def evaluation_sets(data: Any) -> list[Any]:
+    """Returns the data sets of one evaluation: a data set, or those in a dict of several."""
+    return list(data.values()) if isinstance(data, dict) and not is_columns(data) else [data]
 
 
 def check_evaluation(args: Any, eval_dataset: object, model: object) -> None:

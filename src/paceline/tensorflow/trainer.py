@@ -101,7 +101,8 @@ class TFTrainer(HubNames):
             `close`, for the TensorBoard reporter.
         optimizers: (Keras optimizer, learning-rate schedule) to use instead of those that the arguments name. Without
             it, the optimizer that the model was compiled with is used, unless it is the default of `compile()`.
-        data_collator: a list of samples -> a batch; None pads with `processing_class` if it can, else stacks.
+        data_collator: a list of samples -> a batch, where a sample of arrays is a row of each; None pads with
+            `processing_class` if it can, else stacks. Refused for a tf.data.Dataset and a PyDataset.
         processing_class: a tokenizer or processor, which pads batches and is saved with the model.
         model_init: called without arguments, in the strategy's scope, to create a new model in each `train`.
         compute_loss_func: `(outputs, labels) -> loss`, optionally with `num_items_in_batch`; the loss has one entry per
@@ -245,6 +246,7 @@ class TFTrainer(HubNames):
                 seed=None if args.train_sampling_strategy == "sequential" else seed,
                 drop_last=args.dataloader_drop_last,
                 by_length=args.train_sampling_strategy == "group_by_length",
+                is_training=True,
             )
         )
 
@@ -269,6 +271,7 @@ class TFTrainer(HubNames):
         seed: int | None = None,
         drop_last: bool = False,
         by_length: bool = False,
+        is_training: bool = False,
     ) -> Source:
         check_data(data)
         names = getattr(self.processing_class, "model_input_names", None) or [None]
@@ -282,6 +285,8 @@ class TFTrainer(HubNames):
             pad=make_padding(self.processing_class, self.label_names),
             columns=columns_of(self.model, self.label_names) if self.args.remove_unused_columns else None,
             lengths=measure if by_length else None,
+            # an evaluation on the training data must not change its order within an epoch
+            calls_epoch_methods=is_training or data is not self.train_dataset,
         )
 
     # ---- optimizer and schedule

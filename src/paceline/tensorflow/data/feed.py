@@ -75,6 +75,7 @@ class TFFeed:
             source: yields the batches.
             accumulation: batches per optimizer step.
         """
+        self.source.own_orders.settle()  # the other source may read the same data
         self.source, self.accumulation = source, accumulation
 
     def finish_epoch(self) -> None:
@@ -87,7 +88,8 @@ class TFFeed:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position and the settings that it depends on, JSON-serializable."""
-        return {
+        orders = self.source.own_orders.state_dict(is_within=self.batches > 0)
+        return ({"orders": orders} if orders else {}) | {
             "epoch": self.epoch,
             "consumed": self.consumed,
             "batches": self.batches,
@@ -118,4 +120,9 @@ class TFFeed:
                     now,
                 )
         self.batches = self.source.place(self.consumed, self.batches)
+        self.source.own_orders.load_state_dict(
+            state.get("orders") or {},
+            is_within=self.batches > 0,
+            is_complete=self.batches == self.source.num_batches,
+        )
         self._restored = True

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from paceline.args.errors import UnsupportedOption
 from paceline.core.lengths import GivenLengths, find_lengths, length_grouped_order
 from paceline.tensorflow.data.batches import Array, collate, leaves, map_leaves, size_of, to_array
+from paceline.tensorflow.data.orders import OwnOrder, OwnOrders, epoch_methods_of, orders_of
+from paceline.tensorflow.data.transformations import is_batched, is_infinite, known_size, shuffles_of
 from paceline.tensorflow.framework import keras, tf
 
 logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
 READS_OWN = "paceline_source"  # on a tf.data.Dataset made from a source: read that source instead
-EPOCH_METHODS = ("on_epoch_begin", "on_epoch_end")
-# operations that unbatch, or whose function determines what their elements are
-MAKE_SAMPLES = ("Unbatch", "FlatMap", "Interleave", "ParallelInterleave", "Window")
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> Array:
@@ -40,7 +40,7 @@ class Source:
         num_batches: batches per epoch; None if unknown.
         settings: the settings that determine the order of an epoch, JSON-serializable; saved with the position.
         is_endless: an epoch never ends.
-        num_reads: epochs read so far, by this source and those before it; each may have changed the data's own order.
+        own_orders: the orders that the data itself changes from one reading to the next.
     """
 
     batch_size: int | None = None
@@ -48,7 +48,7 @@ class Source:
     num_batches: int | None = None
     settings: Mapping[str, Any] = {}
     is_endless = False
-    num_reads = 0
+    own_orders = OwnOrders()
 
     def check_end(self) -> None:
         """Checks that an epoch ends.
@@ -62,6 +62,13 @@ class Source:
                 "(dataset.take(number of samples))."
             )
 
+    def check_rewind(self) -> None:
+        """Checks that the source can go back within an epoch, as `nonfinite_policy="rollback"` does.
+
+        Raises:
+            UnsupportedOption: the data goes on to another order whenever it is read.
+        """
+
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         """Yields the batches of an epoch that follow the first `consumed` samples, which were `batches` batches."""
         raise NotImplementedError
@@ -71,11 +78,6 @@ class Source:
 
     def warn_of_order(self) -> None:
         """Warns if a position in the data cannot be restored exactly."""
-
-    def go_on_from(self, other: Source | None) -> None:
-        """Takes over the number of epochs that another source has read of the same data; None: of none."""
-        if other is not None:
-            self.num_reads = other.num_reads
 
     def sample_ids(self, epoch: int, first: int, count: int) -> list[int]:
         """Returns the ids of `count` samples of an epoch from position `first` on; positions if there are no ids."""
@@ -140,40 +142,74 @@ class Indexed(Source):
 
 
 class OwnBatches(Source):
-    """A Keras PyDataset, which is read by batch index; batches may have any size."""
+    """A Keras PyDataset, which is read by batch index; batches may have any size.
 
-    def __init__(self, dataset: Any, *, seed: int | None) -> None:
+    Args:
+        dataset: the PyDataset.
+        seed: seed of the random order of batches; None keeps their order.
+        calls_epoch_methods: call `on_epoch_begin` and `on_epoch_end`, which may change the order of the samples.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int | None, calls_epoch_methods: bool = True) -> None:
         self.dataset = dataset
         self.num_batches = dataset.num_batches  # None: endless
         self.is_endless = self.num_batches is None
         is_shuffled = seed is not None and not self.is_endless
         self.settings = {"kind": "random", "seed": seed} if is_shuffled else {"kind": "sequential"}
+        self.calls_epoch_methods = calls_epoch_methods
+        self.epoch_methods = epoch_methods_of(dataset) if calls_epoch_methods else []
+        self.own_orders = OwnOrders([OwnOrder(dataset, self.pass_epoch)] if self.epoch_methods else [])
+
+    def pass_epoch(self) -> None:
+        """Calls the epoch methods as an epoch does, without reading a batch."""
+        self.dataset.on_epoch_begin()
+        self.dataset.on_epoch_end()
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         size = self.num_batches or 0
         order = epoch_order(size, self.settings["seed"], epoch) if "seed" in self.settings else np.arange(size)
-        while self.num_reads < epoch:
+        self.own_orders.begin(epoch)
+        if self.calls_epoch_methods:
             self.dataset.on_epoch_begin()
-            self.dataset.on_epoch_end()
-            self.num_reads += 1
-        self.dataset.on_epoch_begin()
         for number in itertools.count(batches) if self.is_endless else order[batches:].tolist():
             yield self.dataset[number]
-        self.dataset.on_epoch_end()
-        self.num_reads = epoch + 1
+        if self.calls_epoch_methods:
+            self.dataset.on_epoch_end()
+        self.own_orders.count()
+
+    def check_rewind(self) -> None:
+        """Refuses epoch methods, which change the order between the step to rewind to and the one found to be bad.
+
+        Raises:
+            UnsupportedOption: the PyDataset has any.
+        """
+        if self.epoch_methods:
+            raise UnsupportedOption(
+                f"nonfinite_policy='rollback' is not supported with {' and '.join(self.epoch_methods)} of "
+                f"{type(self.dataset).__name__}, which may change the order of the samples and cannot be undone: leave "
+                "them out, as the Trainer shuffles the batches in each epoch, or set nonfinite_policy='skip'."
+            )
 
     def warn_of_order(self) -> None:
         """Warns if the data may change its own order between epochs."""
-        kind = type(self.dataset)
-        names = [name for name in EPOCH_METHODS if getattr(kind, name) is not getattr(keras.utils.PyDataset, name)]
-        if names:
+        if self.own_orders.is_lost():
             logger.warning(
-                "%s has %s, which is called once for each epoch before the one that is resumed: if it changes the "
+                "%s, which was called more often than in the run that is resumed, as the PyDataset was read in this "
+                "process before: if it changes the order of the samples, samples are seen twice or never. Pass a "
+                "PyDataset that was not read yet.",
+                self.named_methods(),
+            )
+        elif self.epoch_methods:
+            logger.warning(
+                "%s, which is called once for each epoch before the one that is resumed: if it changes the "
                 "order of the samples with random numbers other than those of its own seeded generator, samples are "
                 "seen twice or never.",
-                kind.__name__,
-                " and ".join(names),
+                self.named_methods(),
             )
+
+    def named_methods(self) -> str:
+        """Returns the PyDataset and its epoch methods, for a message."""
+        return f"{type(self.dataset).__name__} has {' and '.join(self.epoch_methods)}"
 
 
 class TensorData(Source):
@@ -202,22 +238,44 @@ class TensorData(Source):
         self.num_batches = num_batches
         self.batch_size = batch_size
         self.settings = settings
+        self.own_orders = orders_of(make(0, 0))
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
         dataset = self.make(epoch, consumed)
-        if any(shuffle._reshuffle_each_iteration for shuffle in shuffles_of(dataset)):
-            while self.num_reads < epoch:
-                iter(dataset)
-                self.num_reads += 1
-        self.num_reads = epoch + 1
-        return iter(dataset.skip(batches) if batches and self.batch_size is None else dataset)
+        self.own_orders.begin(epoch)
+        batches_left = iter(dataset.skip(batches) if batches and self.batch_size is None else dataset)
+        batch = next(batches_left, None)
+        self.own_orders.count()  # not before: a shuffle that another one follows takes its order with the first batch
+        while batch is not None:
+            yield batch
+            batch = next(batches_left, None)
+
+    def check_rewind(self) -> None:
+        """Refuses shuffles that reshuffle: their orders before are passed.
+
+        Raises:
+            UnsupportedOption: there is one.
+        """
+        if any(shuffle._reshuffle_each_iteration for shuffle, _ in shuffles_of(self.make(0, 0))):
+            raise UnsupportedOption(
+                "nonfinite_policy='rollback' is not supported with a tf.data.Dataset that has another order whenever "
+                "it is read, and cannot go back to the one before: pass shuffle(..., reshuffle_each_iteration=False), "
+                "as the Trainer shuffles samples in each epoch, or set nonfinite_policy='skip'."
+            )
 
     def warn_of_order(self) -> None:
-        """Warns if the user's own shuffle has no seed."""
-        if any(int(shuffle._seed) == int(shuffle._seed2) == 0 for shuffle in shuffles_of(self.make(0, 0))):
+        """Warns if the user's own shuffle has no seed, or has passed the order of the epoch to resume."""
+        if any(int(shuffle._seed) == int(shuffle._seed2) == 0 for shuffle, _ in shuffles_of(self.make(0, 0))):
             logger.warning(
                 "The training data is shuffled by tf.data without a seed, in an order that cannot be repeated: the run "
                 "resumes from its position, but with other samples than before. Pass shuffle(..., seed=...)."
+            )
+        elif self.own_orders.is_lost():
+            logger.warning(
+                "The training data is shuffled by tf.data in another order whenever it is read, and cannot go back to "
+                "that of the epoch that is resumed, as it was read in this process before, or is repeated or "
+                "concatenated after the shuffle: samples are seen twice or never. Make the dataset anew before train, "
+                "or pass shuffle(..., reshuffle_each_iteration=False)."
             )
 
 
@@ -237,6 +295,18 @@ class Stream(Source):
             logger.warning(
                 "The data is an iterator, which can be read once: a second epoch, a second evaluation and a resumed "
                 "run find it empty. Pass the function that makes it instead."
+            )
+
+    def check_rewind(self) -> None:
+        """Refuses an iterator.
+
+        Raises:
+            UnsupportedOption: the data is one.
+        """
+        if iter_is_itself(self.data):
+            raise UnsupportedOption(
+                "nonfinite_policy='rollback' is not supported with an iterator, which cannot go back: pass the "
+                "function that makes it, or set nonfinite_policy='skip'."
             )
 
     def read(self, epoch: int, consumed: int = 0, batches: int = 0) -> Iterator[Any]:
@@ -267,6 +337,7 @@ def make_source(
     pad: Callable[[list[Any]], Any] | None = None,
     columns: Sequence[str] | None = None,
     lengths: Callable[[Any], GivenLengths] | None = None,
+    calls_epoch_methods: bool = True,
 ) -> Source:
     """Returns a source over any supported data.
 
@@ -277,30 +348,33 @@ def make_source(
         batch_size: samples per batch, over all replicas.
         seed: seed of the random order; None keeps dataset order.
         drop_last: leave out a last batch that is not full.
-        collator: list of samples -> batch; None stacks rows.
+        collator: list of samples -> batch, where a sample of arrays is a row of each; None stacks rows.
         pad: padding function of the default collator.
         columns: columns of a `datasets.Dataset` to read; None reads all numeric ones.
         lengths: data -> length of every sample, to group samples of similar length; None: no grouping.
+        calls_epoch_methods: call `on_epoch_begin` and `on_epoch_end` of a PyDataset.
 
     Raises:
         TypeError: the data is of no supported kind.
-        ValueError: arrays differ in length, or a tf.data.Dataset holds batches already.
+        ValueError: arrays differ in length, or a tf.data.Dataset holds batches already; or an option is about batches
+            that are not made here.
     """
     own = getattr(data, READS_OWN, None)
     if own is not None:
         return own  # type: ignore[no-any-return]
+    check_batching(data, collator, drop_last=drop_last)
     options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "drop_last": drop_last}
     if lengths is not None:
         options["lengths"] = lengths(data)
     if isinstance(data, tf.data.Dataset):
         return source_of_samples(data, **options)
     if isinstance(data, keras.utils.PyDataset):
-        return OwnBatches(data, seed=seed)
+        return OwnBatches(data, seed=seed, calls_epoch_methods=calls_epoch_methods)
     collate_samples = collator if collator is not None else lambda samples: collate(samples, pad)
     if hasattr(data, "column_names") and hasattr(data, "select_columns") and hasattr(data, "__len__"):
         return source_of_table(data, columns, collate_samples, options)
     if is_arrays(data):
-        return source_of_arrays(data, options)
+        return source_of_arrays(data, collator, options)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
 
         def take(numbers: Array) -> Any:
@@ -310,6 +384,32 @@ def make_source(
     if (callable(data) or hasattr(data, "__iter__")) and not isinstance(data, Mapping):
         return Stream(data, collate_samples, batch_size=batch_size, drop_last=drop_last)
     raise unreadable(data)
+
+
+def check_batching(data: object, collator: Collate | None, *, drop_last: bool = False) -> None:
+    """Refuses options about batches for data that makes them itself.
+
+    Raises:
+        UnsupportedOption: a collator for a tf.data.Dataset or a PyDataset, or `dataloader_drop_last` for a PyDataset.
+    """
+    if hasattr(data, READS_OWN):
+        return
+    name = getattr(collator, "__name__", type(collator).__name__)
+    if collator is not None and isinstance(data, tf.data.Dataset):
+        raise UnsupportedOption(
+            f"data_collator={name} is not supported with a tf.data.Dataset, whose samples TensorFlow makes into "
+            "batches: apply it to the samples with dataset.map, or pass a list of samples."
+        )
+    if collator is not None and isinstance(data, keras.utils.PyDataset):
+        raise UnsupportedOption(
+            f"data_collator={name} is not supported with a {type(data).__name__}, a PyDataset, which makes its own "
+            "batches: call it in __getitem__, or pass a list of samples."
+        )
+    if drop_last and isinstance(data, keras.utils.PyDataset):
+        raise UnsupportedOption(
+            f"dataloader_drop_last=True is not supported with a {type(data).__name__}, a PyDataset, which makes its "
+            "own batches: leave the last one out of its __len__, and set dataloader_drop_last=False."
+        )
 
 
 def unreadable(data: object) -> TypeError:
@@ -393,15 +493,25 @@ def is_arrays(data: object) -> bool:
     return bool(found) and all(len(getattr(leaf, "shape", ())) > 0 for leaf in found)
 
 
-def source_of_arrays(data: object, options: Mapping[str, Any]) -> Source:
-    """Returns a source over arrays with one row per sample."""
+def source_of_arrays(data: object, collator: Collate | None, options: Mapping[str, Any]) -> Source:
+    """Returns a source over arrays with one row per sample.
+
+    Args:
+        data: a nest of arrays.
+        collator: list of nests with a row of each array -> batch; None reads the rows of a batch at once.
+        options: of `Indexed`.
+    """
     if isinstance(data, tuple):
         data = tuple(part for part in data if part is not None)  # (features, None), as `fit` takes it
     arrays = map_leaves(to_array, data)
     sizes = {len(leaf) for leaf in leaves(arrays)}
     if len(sizes) != 1:
         raise ValueError(f"The arrays differ in their number of rows: {sorted(sizes)}. Give each one row per sample.")
-    return Indexed(sizes.pop(), lambda numbers: map_leaves(lambda leaf: leaf[numbers], arrays), **options)
+
+    def take(numbers: Any) -> Any:
+        return map_leaves(lambda leaf: leaf[numbers], arrays)
+
+    return Indexed(sizes.pop(), take if collator is None else lambda order: collator([*map(take, order)]), **options)
 
 
 def source_of_table(
@@ -478,56 +588,6 @@ def source_of_batches(dataset: object) -> Source:
     )
     source.is_endless = is_infinite(dataset)
     return source
-
-
-def shuffles_of(dataset: Any) -> Iterator[Any]:
-    """Yields the shuffle transformations of a tf.data.Dataset, except those inside functions."""
-    if type(dataset).__name__ == "_ShuffleDataset":
-        yield dataset
-    for source in dataset._inputs():
-        yield from shuffles_of(source)
-
-
-def known_size(dataset: Any) -> int | None:
-    """Returns the number of elements of a tf.data.Dataset; None if unknown or endless."""
-    size = int(dataset.cardinality())
-    return size if size >= 0 else None
-
-
-def is_infinite(dataset: Any) -> bool:
-    """True if a tf.data.Dataset is known to repeat without end."""
-    return bool(dataset.cardinality() == tf.data.INFINITE_CARDINALITY)
-
-
-def is_batched(dataset: Any, is_mapped: bool = False) -> bool:
-    """True if the elements of a tf.data.Dataset are batches: it was batched, and not unbatched afterwards.
-
-    Args:
-        dataset: its transformations are followed back to its inputs.
-        is_mapped: a later `map` exists. Single numbers that were batched before it count as tokens of a text that is
-            cut into sequences, not as samples.
-    """
-    name = type(dataset).__name__.strip("_").removesuffix("Dataset")
-    if name in MAKE_SAMPLES:
-        return False
-    sources = dataset._inputs()
-    if name.lower().endswith("batch"):
-        return not (is_mapped and is_of_tokens(sources[0]))
-    if name == "GroupByWindow":  # also made by bucket_by_sequence_length
-        return True
-    if name == "DirectedInterleave":  # its first input selects among the others
-        sources = sources[1:]
-    return any(is_batched(source, is_mapped or name.endswith("Map")) for source in sources)
-
-
-def is_of_tokens(dataset: Any) -> bool:
-    """True if each element is a single number or text, but not a row index (as in `to_tf_dataset` of datasets)."""
-    spec = dataset.element_spec
-    if not isinstance(spec, tf.TensorSpec) or spec.shape.rank != 0:
-        return False
-    while dataset._inputs():
-        dataset = dataset._inputs()[0]
-    return type(dataset).__name__ != "_RangeDataset"
 
 
 def as_dataset(source: Source) -> Any:

@@ -23,7 +23,6 @@ from paceline.tensorflow import session
 from paceline.tensorflow.adapters import adapt_callbacks
 from paceline.tensorflow.checkpoint.resume_state import read_progress, wrap_load_error
 from paceline.tensorflow.data.feed import TFFeed
-from paceline.tensorflow.data.sources import Source
 from paceline.tensorflow.engine import TFEngine, is_own
 from paceline.tensorflow.framework import plain
 from paceline.tensorflow.model_card import count_numbers
@@ -43,7 +42,6 @@ class PhasedSession(shared.PhasedSession[Run, TFTrainerProtocol], session.Sessio
     """
 
     members: Sequence[phased.Member] = ()
-    sources: dict[int, Source]
     schedule: phased.PhasedSchedule | None = None
     optimizer_phases: phased.PhasedOptimizer | None = None
 
@@ -58,7 +56,6 @@ class PhasedSession(shared.PhasedSession[Run, TFTrainerProtocol], session.Sessio
             )
         self.load_phases()
         self.check_overrides()
-        self.sources = {}
         self.members = phased.find_members(self.model, self.phases)
         self.start_phases(adapt_callbacks)
 
@@ -245,12 +242,9 @@ class PhasedSession(shared.PhasedSession[Run, TFTrainerProtocol], session.Sessio
             self.schedule.begin(self.schedule_of(index, length), progress.starts[index])
 
     def replace_data(self, index: int) -> None:
-        with self.within_phase(index - 1):
-            self.sources[id(self.facade.train_dataset)] = self.feed.source
         with self.within_phase(index):
             source = self.open_source()
             plan = self.make_plan(source)
-            source.go_on_from(self.sources.get(id(self.facade.train_dataset)))
         self.plan = replace(plan, notes=self.plan.notes, num_epochs=self.plan.num_epochs)
         self.feed.replace_source(source, plan.accumulation_steps)
         self.loop.follow(self.plan)
