@@ -457,8 +457,8 @@ class Session(core.Session[Run, TrainerProtocol]):
     def gather_times(self, seconds: Mapping[str, float]) -> list[Mapping[str, float]]:
         return gather_objects(self.world, seconds)
 
-    def load_best(self, checkpoint: Path) -> None:
-        self.facade._make_checkpointer().load_best(checkpoint)
+    def load_best(self, checkpoint: Path) -> bool:
+        return self.facade._make_checkpointer().load_best(checkpoint)
 
     # ---- the parts
 

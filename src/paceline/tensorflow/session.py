@@ -362,14 +362,15 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         if self.averages is not None:
             self.averages.adopt()
 
-    def load_best(self, checkpoint: Path) -> None:
+    def load_best(self, checkpoint: Path) -> bool:
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
             logger.error("The best model was not loaded, the final weights are kept: %s: %s.", checkpoint, reason)
-            return
+            return False
         logger.info("Loading the best model, %s (%s).", checkpoint, self.state.best_metric)
         restore_variables(checkpoint, self.model)
+        return True
 
     # ---- what the loop calls
 

@@ -442,11 +442,12 @@ class Checkpointer:
         with wrap_load_error(checkpoint / files.rng_name(rank, size)):
             self.items[RNG].load_state_dict(state)
 
-    def load_best(self, checkpoint: Path) -> None:
-        """Loads the best checkpoint; if it is damaged, logs an error and keeps the weights of the last step."""
+    def load_best(self, checkpoint: Path) -> bool:
+        """Loads the best checkpoint; if it is damaged, logs an error, keeps the last weights and returns False."""
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
             logger.error("The best model was not loaded, the final weights are kept: %s: %s.", checkpoint, reason)
-            return
+            return False
         self.hooks.load_best_model()
+        return True
