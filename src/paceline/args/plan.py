@@ -474,6 +474,23 @@ def resolve_intervals(args: Options, max_steps: int, num_epochs: float, notes: l
     }
 
 
+def follow_length(plan: Plan, args: Options, max_steps: int) -> Plan:
+    """Returns a plan with the intervals, and the notes on intervals and warm-up, of another number of optimizer steps.
+
+    Args:
+        plan: the plan as resolved from the arguments.
+        args: the arguments.
+        max_steps: optimizer steps of the resumed run; `plan.max_steps` itself stays as it is.
+    """
+    before, now = list[str](), list[str]()
+    resolve_intervals(args, plan.max_steps, plan.num_train_epochs, before)
+    intervals = resolve_intervals(args, max_steps, plan.num_train_epochs, now)
+    note_warmup(args, plan.max_steps, before)
+    note_warmup(args, max_steps, now)
+    notes = (*(note for note in plan.notes if note not in before), *now)
+    return replace(plan, **intervals, notes=notes)
+
+
 def resolve_interval(name: str, steps: float, max_steps: int, notes: list[str]) -> int:
     """Returns the steps of an interval; a ratio of all steps is rounded up, to at least 1."""
     if steps >= 1 or steps == 0:

@@ -10,7 +10,8 @@ from typing import Any
 
 from paceline.args import sections
 from paceline.args.places import is_url
-from paceline.args.plan import Plan
+from paceline.args.plan import Plan, follow_length
+from paceline.args.sections import Options
 from paceline.checkpoint import folders
 from paceline.checkpoint.stores import bring_named, bring_run
 from paceline.core.lineage import RunMark, is_of_run, is_part, mark_of, run_in
@@ -157,6 +158,23 @@ def begin_state(
 def find_best(state: TrainerState, checkpoint: Path) -> str | None:
     """Returns a state's best checkpoint if it exists and belongs to the run of `checkpoint`; else None."""
     if state.best_model_checkpoint is None:
+def adapt_intervals(state: TrainerState, args: Options, plan: Plan, restored: Plan) -> Plan:
+    """Returns the plan of a resumed run; if its length differs, intervals that are ratios follow it.
+
+    Args:
+        state: the state of the run, whose intervals are set.
+        args: the arguments.
+        plan: the plan of a run from the start.
+        restored: the same with the length of the resumed run.
+    """
+    if restored.max_steps == plan.max_steps:
+        return restored
+    adapted = follow_length(plan, args, restored.max_steps)
+    adapted = dataclasses.replace(adapted, max_steps=restored.max_steps, warmup_steps=restored.warmup_steps)
+    state.set_intervals(adapted.logging_steps, adapted.eval_steps, adapted.save_steps)
+    return adapted
+
+
         return None
     best = Path(state.best_model_checkpoint)
     if not best.is_dir():

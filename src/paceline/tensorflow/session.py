@@ -17,6 +17,7 @@ from paceline.args.sections import Options
 from paceline.checkpoint import folders
 from paceline.checkpoint.lock import FolderLock, acquire
 from paceline.checkpoint.resuming import (
+    adapt_intervals,
     announce_resume,
     begin_state,
     find_checkpoint,
@@ -205,7 +206,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def restore_position(self, feed: TFFeed, plan: Plan, checkpoint: Path) -> Plan:
         with wrap_load_error(checkpoint):
-            plan, self.state.max_steps = restore_position(
+            restored, self.state.max_steps = restore_position(
                 feed,
                 plan,
                 checkpoint,
@@ -214,7 +215,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
                 arguments=self.options.to_sanitized_dict(),
                 warmup_steps=self.options.get_warmup_steps,
             )
-        return plan
+        return adapt_intervals(self.state, self.options, plan, restored)
 
     @contextmanager
     def surroundings(self, plan: Plan) -> Iterator[None]:

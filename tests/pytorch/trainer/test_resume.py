@@ -362,6 +362,22 @@ def test_changed_arguments_are_listed_once(tmp_path: Path, caplog: pytest.LogCap
     assert "Changed since" not in caplog.text
 
 
+def test_ratio_intervals_follow_the_length_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    options: dict[str, Any] = {
+        "data": classification(64), "gradient_accumulation_steps": 1, "num_train_epochs": 2,
+        "save_steps": 0.25, "logging_steps": 0.25, "eval_steps": 0.125,
+    }  # fmt: skip
+    run(tmp_path, stop=16, **options)
+    caplog.clear()
+    resumed = run(tmp_path, resume=True, per_device_train_batch_size=8, **options)
+    state = resumed.state
+    assert (state.max_steps, state.logging_steps, state.eval_steps, state.save_steps) == (24, 6, 3, 6)
+    assert [row["step"] for row in state.log_history if "loss" in row] == [8, 16, 18, 24]
+    assert "save_steps=0.25 of 24 steps: every 6." in caplog.text
+    assert "save_steps=0.25 of 16 steps" not in caplog.text
+
+
 @pytest.mark.parametrize("changed", [{"metric_for_best_model": "score"}, {"greater_is_better": True}])
 def test_a_model_that_another_metric_chose_is_not_the_best(
     tmp_path: Path, changed: dict[str, Any], caplog: pytest.LogCaptureFixture
