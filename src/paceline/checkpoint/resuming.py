@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 AUTO = "auto"  # value of resume_from_checkpoint: the newest valid checkpoint, or a fresh start if there is none
 
-# options for paths and display, which do not change the run's results
+_LOGGED = {"include_num_input_tokens_seen", "logging_nan_inf_filter"}  # they change the values in the log
+
+# other options for paths and display, which do not change the run's results
 _INCIDENTAL = {
     field.name
     for section in (
@@ -34,6 +36,7 @@ _INCIDENTAL = {
         sections.ScriptSection,
     )
     for field in dataclasses.fields(section)
+    if field.name not in _LOGGED
 } | {"train_batch_size", "eval_batch_size", "logging_dir", "output_store"}
 
 
@@ -287,3 +290,24 @@ def forget_other_best(state: TrainerState, progress: Mapping[str, Any] | None, p
 def is_same(before: object, now: object) -> bool:
     """True if an option is unchanged; NaN equals NaN."""
     return bool(before == now) or (before != before and now != now)
+def forget_other_count(state: TrainerState, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+    """Resets the count of input tokens if they were not counted before the checkpoint, or in another unit.
+
+    Args:
+        state: the state of the checkpoint.
+        progress, present: see `report_changes`.
+    """
+    name = "include_num_input_tokens_seen"
+    saved, now = (progress or {}).get("arguments"), str(present.get(name, "no"))
+    unknown = "no" if state.num_input_tokens_seen == 0 else now  # another library wrote the checkpoint
+    before = str(saved.get(name, unknown)) if isinstance(saved, Mapping) else unknown
+    if now == "no" or now == before or state.global_step == 0:
+        return
+    if state.is_world_process_zero:
+        logger.warning(
+            "%s=%r, and it was %r before: num_input_tokens_seen counts the tokens since optimizer step %d only.",
+            *(name, now, before, state.global_step),
+        )
+    state.forget_tokens()
+
+

@@ -22,6 +22,7 @@ from paceline.checkpoint.resuming import (
     begin_state,
     find_checkpoint,
     forget_other_best,
+    forget_other_count,
     report_changes,
     report_kept,
 )
@@ -294,6 +295,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         for name, is_requested in requested_actions(self.state).items():
             setattr(self.control, name, is_requested)
         forget_other_best(self.state, progress, arguments)
+        forget_other_count(self.state, progress, arguments)
         if self.world.process_index == 0:
             report_changes(checkpoint, progress, arguments)
         announce_resume(self.state, checkpoint)

@@ -378,6 +378,32 @@ def test_ratio_intervals_follow_the_length_of_a_resumed_run(tmp_path: Path, capl
     assert "save_steps=0.25 of 16 steps" not in caplog.text
 
 
+def test_input_tokens_in_another_unit_are_counted_from_the_resume_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Named(Classifier):
+        main_input_name = "x"
+
+    def count(stop: int, how: str) -> int:
+        trainer = make_trainer(
+            tmp_path, Named(), DATA, save_strategy="steps", save_steps=1, callbacks=[StopAt(stop)],
+            include_num_input_tokens_seen=how,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint="auto")
+        return int(trainer.state.num_input_tokens_seen)
+
+    per_step = 4 * 8
+    assert count(2, "no") == 0
+    assert count(3, "all") == per_step
+    assert "include_num_input_tokens_seen='all', and it was 'no' before" in caplog.text
+    assert "include_num_input_tokens_seen no -> all" in caplog.text
+    caplog.clear()
+    assert count(4, "all") == 2 * per_step
+    assert "include_num_input_tokens_seen" not in caplog.text
+    assert count(6, "non_padding") == 2 * per_step
+    assert "num_input_tokens_seen counts the tokens since optimizer step 4 only" in caplog.text
+
+
 @pytest.mark.parametrize("changed", [{"metric_for_best_model": "score"}, {"greater_is_better": True}])
 def test_a_model_that_another_metric_chose_is_not_the_best(
     tmp_path: Path, changed: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -16,7 +16,13 @@ from typing import Any
 
 from paceline.checkpoint import folders
 from paceline.checkpoint.layout import DATA, OPTIMIZER, OPTIMIZER_FOLDER, PRECISION, RNG, SCHEDULER, is_sharded
-from paceline.checkpoint.resuming import STATE_FILE, announce_resume, forget_other_best, report_changes
+from paceline.checkpoint.resuming import (
+    STATE_FILE,
+    announce_resume,
+    forget_other_best,
+    forget_other_count,
+    report_changes,
+)
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.core.byte_sizes import format_bytes
 from paceline.core.callback_states import restore_callback_states
@@ -380,6 +386,7 @@ class Checkpointer:
         if self.settings.reports_changes and self.state.is_world_process_zero:
             report_changes(checkpoint, progress, arguments)
         self.hooks.load_rng_state(str(checkpoint))
+        forget_other_count(self.state, progress, arguments)
         announce_resume(self.state, checkpoint)
         return progress
 
