@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,6 @@ def begin_state(
     return state
 
 
-def find_best(state: TrainerState, checkpoint: Path) -> str | None:
-    """Returns a state's best checkpoint if it exists and belongs to the run of `checkpoint`; else None."""
-    if state.best_model_checkpoint is None:
 def adapt_intervals(state: TrainerState, args: Options, plan: Plan, restored: Plan) -> Plan:
     """Returns the plan of a resumed run; if its length differs, intervals that are ratios follow it.
 
@@ -178,6 +175,9 @@ def adapt_intervals(state: TrainerState, args: Options, plan: Plan, restored: Pl
     return adapted
 
 
+def find_best(state: TrainerState, checkpoint: Path) -> str | None:
+    """Returns a state's best checkpoint if it exists and belongs to the run of `checkpoint`; else None."""
+    if state.best_model_checkpoint is None:
         return None
     best = Path(state.best_model_checkpoint)
     if not best.is_dir():
@@ -233,34 +233,55 @@ def announce_resume(state: TrainerState, checkpoint: Path) -> None:
         )
 
 
-def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Returns `name before -> now` for every changed option that may affect the run's results.
+def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `name before -> now` by name for every changed option that may affect the run's results.
 
     Args:
         saved: saved options by name, as numbers, booleans and text (`to_sanitized_dict`).
         present: current options in the same form.
     """
-    return [
-        f"{name} {saved[name]} -> {value}"
+    return {
+        name: f"{name} {saved[name]} -> {value}"
         for name, value in present.items()
         if name not in _INCIDENTAL and name in saved and not is_same(saved[name], value)
-    ]
+    }
 
 
-def report_changes(checkpoint: Path, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+def report_changes(
+    checkpoint: Path,
+    progress: Mapping[str, Any] | None,
+    present: Mapping[str, Any],
+    overridden: Collection[str] = (),
+) -> None:
     """Logs, in one line, the options that have changed since the checkpoint was written.
 
     Args:
         checkpoint: the checkpoint that a run resumes from.
         progress: the content of its `progress.json`.
         present: the current options in the form of `to_sanitized_dict`.
+        overridden: options whose values the restored optimizer and schedule have replaced by those of the checkpoint.
     """
     saved = (progress or {}).get("arguments")
     if not isinstance(saved, Mapping):
         return
     changes = changed_arguments(saved, present)
-    if changes:
-        logger.warning("Changed since %s was written: %s.", checkpoint.name, ", ".join(changes))
+    if not changes:
+        return
+    kept = [name for name in changes if name in overridden]
+    told = _said_of_overridden(kept, saved, present) if kept else ""
+    logger.warning("Changed since %s was written: %s.%s", checkpoint.name, ", ".join(changes.values()), told)
+
+
+def _said_of_overridden(kept: list[str], saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Returns the part of a message about changed options that have no effect, because the optimizer was restored."""
+    until = " until the phase ends" if present.get("phases") not in (None, str(None)) else ""
+    # a setting that is 0 cannot be changed during a run
+    settable = [f"control.{name}" for name in kept if name in ("learning_rate", "weight_decay") and saved[name]]
+    during = f"set {' and '.join(settable)} in a callback's on_train_begin, or " if settable else ""
+    return (
+        f" The restored optimizer and schedule keep the checkpoint's values of {', '.join(kept)}{until}. To change "
+        f"them, {during}start a new run from the checkpoint's weights."
+    )
 
 
 def forget_other_best(state: TrainerState, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
@@ -287,9 +308,6 @@ def forget_other_best(state: TrainerState, progress: Mapping[str, Any] | None, p
     state.forget_best()
 
 
-def is_same(before: object, now: object) -> bool:
-    """True if an option is unchanged; NaN equals NaN."""
-    return bool(before == now) or (before != before and now != now)
 def forget_other_count(state: TrainerState, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
     """Resets the count of input tokens if they were not counted before the checkpoint, or in another unit.
 
@@ -311,3 +329,6 @@ def forget_other_count(state: TrainerState, progress: Mapping[str, Any] | None, 
     state.forget_tokens()
 
 
+def is_same(before: object, now: object) -> bool:
+    """True if an option is unchanged; NaN equals NaN."""
+    return bool(before == now) or (before != before and now != now)

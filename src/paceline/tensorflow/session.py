@@ -297,7 +297,8 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         forget_other_best(self.state, progress, arguments)
         forget_other_count(self.state, progress, arguments)
         if self.world.process_index == 0:
-            report_changes(checkpoint, progress, arguments)
+            has_variable = steered.TFSettings(self.optimizer, self.lr_scheduler, 1).has_variable
+            report_changes(checkpoint, progress, arguments, ("learning_rate",) if has_variable else ())
         announce_resume(self.state, checkpoint)
 
     def settings(self, run: core.Run) -> steered.TFSettings:

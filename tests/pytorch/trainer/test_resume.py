@@ -362,6 +362,31 @@ def test_changed_arguments_are_listed_once(tmp_path: Path, caplog: pytest.LogCap
     assert "Changed since" not in caplog.text
 
 
+def test_changed_options_that_the_restored_optimizer_overrides_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SetRate(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.learning_rate = 0.5
+
+    def rates(trainer: Any) -> list[float]:
+        return [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "logging_steps": 1, "weight_decay": 0.0}
+    changed: dict[str, Any] = {**options, "learning_rate": 0.5, "weight_decay": 0.1, "adam_beta1": 0.5, "seed": 1}
+    run(tmp_path, stop=2, learning_rate=0.25, **options)
+    resumed = run(tmp_path, stop=3, resume=True, **changed)
+    assert rates(resumed) == [0.25] * 3
+    kept = "keep the checkpoint's values of learning_rate, weight_decay, adam_beta1. To change them, set "
+    assert caplog.text.count(kept + "control.learning_rate in a callback's on_train_begin, or start a new run") == 1
+    caplog.clear()
+    options |= {"warmup_steps": 1, "max_grad_norm": 0.5, "learning_rate": 0.25}
+    resumed = run(tmp_path, resume=True, **{**options, "callbacks": [SetRate(), StopAt(4)]})
+    assert rates(resumed)[3:] == [0.5]
+    assert "max_grad_norm 1.0 -> 0.5" in caplog.text
+    assert "keep the checkpoint's values" not in caplog.text
+
+
 def test_ratio_intervals_follow_the_length_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "paceline")
     options: dict[str, Any] = {

@@ -40,6 +40,7 @@ from paceline.pytorch.checkpoint.saves import Job, Saves
 from paceline.pytorch.checkpoint.validate_state import wrap_load_error
 from paceline.pytorch.data.feed import StatefulDataIterator
 from paceline.pytorch.distributed.collectives import gather_objects, share_object
+from paceline.pytorch.optim.groups import group_settings, overridden_options
 
 logger = logging.getLogger(__name__)
 
@@ -376,17 +377,19 @@ class Checkpointer:
 
         Returns: the contents of `progress.json`, for the loop; None if another library wrote the checkpoint.
         """
+        before = group_settings(self.contents.optimizer)
         self.hooks.load_optimizer_and_scheduler(str(checkpoint))
+        overridden = overridden_options(before, group_settings(self.contents.optimizer))
         self.hooks.load_scaler(str(checkpoint))
         self.load_items(checkpoint, further(self.items))
         progress = read_progress(checkpoint)
         self._restore_callbacks(checkpoint, progress)
         arguments = self.settings.describe_arguments()
         forget_other_best(self.state, progress, arguments)
-        if self.settings.reports_changes and self.state.is_world_process_zero:
-            report_changes(checkpoint, progress, arguments)
-        self.hooks.load_rng_state(str(checkpoint))
         forget_other_count(self.state, progress, arguments)
+        if self.settings.reports_changes and self.state.is_world_process_zero:
+            report_changes(checkpoint, progress, arguments, overridden)
+        self.hooks.load_rng_state(str(checkpoint))
         announce_resume(self.state, checkpoint)
         return progress
 
