@@ -175,6 +175,13 @@ NOTES: list[tuple[dict[str, Any], int | None, str]] = [
     ({"warmup_steps": 0.5}, 10, "warmup_steps=0.5 of 30 steps: 15."),
     ({"warmup_steps": 100}, 10, "still rising when the run ends"),
     ({"num_train_epochs": 0}, 10, "no optimizer step is run"),
+    ({"eval_strategy": "epoch", "eval_delay": 5}, 10, "eval_delay=5 is more than the 3 epochs of the run"),
+    ({"eval_strategy": "steps", "eval_delay": 31}, 10, "eval_delay=31 is more than the 30 steps of the run"),
+    (
+        {"eval_strategy": "epoch", "save_strategy": "epoch", "eval_delay": 5, "load_best_model_at_end": True},
+        10,
+        "load_best_model_at_end then keeps the last weights",
+    ),
 ]
 
 
@@ -185,6 +192,8 @@ def test_notes(options: dict[str, Any], micro_batches: int | None, note: str) ->
 
 def test_nothing_to_tell_of_a_plain_run() -> None:
     assert plan_of(1000).notes == ()
+    assert plan_of(1000, eval_strategy="epoch", eval_delay=3).notes == ()
+    assert plan_of(1000, eval_strategy="steps", eval_delay=3000).notes == ()
 
 
 def test_frozen_and_plain() -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import Classifier, classification, make_trainer
 
-from paceline import Trainer
+from paceline import Trainer, TrainerCallback
 from paceline.hub.card import BEGIN, END, is_hub_id
 from paceline.hub.history import evaluations_of
 from paceline.pytorch.model_card import precision_of
@@ -97,6 +97,27 @@ def test_the_numbers_are_those_of_the_best_model_where_that_was_loaded(tmp_path:
     trainer.create_model_card()
     (result,) = card_of(tmp_path).data.eval_results
     assert result.metric_value == metrics["eval_loss"]
+
+
+def test_the_numbers_are_those_of_the_last_weights_where_the_best_model_could_not_be_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Damage(TrainerCallback):
+        """Damages the best checkpoint before it is loaded."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == state.max_steps:
+                (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"nothing")
+
+    trainer = make(
+        tmp_path, load_best_model_at_end=True, learning_rate=0.2, optim="sgd", lr_scheduler_type="constant",
+        greater_is_better=True, metric_for_best_model="loss", callbacks=[Damage()], **EVALUATED,
+    )  # fmt: skip
+    trainer.train()
+    assert "The best model was not loaded" in caplog.text
+    trainer.create_model_card()
+    (result,) = card_of(tmp_path).data.eval_results
+    assert result.metric_value == [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row][-1]
 
 
 def test_a_model_that_was_neither_trained_nor_evaluated(tmp_path: Path) -> None:

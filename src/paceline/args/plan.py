@@ -243,7 +243,7 @@ def resolve(
     batch_warmup = resolve_batch_warmup(args, accumulation_steps, update_size)
     duration = resolve_duration(args, micro_batches_per_epoch, accumulation_steps, notes, batch_warmup)
     return Plan(
-        **resolve_intervals(args, duration.max_steps, notes),
+        **resolve_intervals(args, duration.max_steps, duration.num_train_epochs, notes),
         micro_batch_size=train_size,
         eval_batch_size=eval_size,
         accumulation_steps=accumulation_steps,
@@ -457,11 +457,12 @@ def resolve_duration(
     return Duration(updates, args.max_steps, math.ceil(epochs), epochs)
 
 
-def resolve_intervals(args: Options, max_steps: int, notes: list[str]) -> dict[str, Any]:
+def resolve_intervals(args: Options, max_steps: int, num_epochs: float, notes: list[str]) -> dict[str, Any]:
     """Returns the fields of the Plan for the intervals of logs, evaluations and checkpoints."""
     logging_steps = resolve_interval("logging_steps", args.logging_steps, max_steps, notes)
     eval_steps, save_steps = resolve_eval_and_save(args, logging_steps, max_steps, notes)
     note_logging(args, logging_steps, max_steps, notes)
+    note_delay(args, max_steps, num_epochs, notes)
     return {
         "logging_strategy": str(args.logging_strategy),
         "eval_strategy": str(args.eval_strategy),
@@ -471,6 +472,23 @@ def resolve_intervals(args: Options, max_steps: int, notes: list[str]) -> dict[s
         "save_steps": save_steps,
         "eval_on_start": args.eval_on_start,
     }
+
+
+def follow_length(plan: Plan, args: Options, max_steps: int) -> Plan:
+    """Returns a plan with the intervals, and the notes on intervals and warm-up, of another number of optimizer steps.
+
+    Args:
+        plan: the plan as resolved from the arguments.
+        args: the arguments.
+        max_steps: optimizer steps of the resumed run; `plan.max_steps` itself stays as it is.
+    """
+    before, now = list[str](), list[str]()
+    resolve_intervals(args, plan.max_steps, plan.num_train_epochs, before)
+    intervals = resolve_intervals(args, max_steps, plan.num_train_epochs, now)
+    note_warmup(args, plan.max_steps, before)
+    note_warmup(args, max_steps, now)
+    notes = (*(note for note in plan.notes if note not in before), *now)
+    return replace(plan, **intervals, notes=notes)
 
 
 def resolve_interval(name: str, steps: float, max_steps: int, notes: list[str]) -> int:
@@ -509,6 +527,16 @@ def note_logging(args: Options, logging_steps: int, max_steps: int, notes: list[
             f"logging_steps={logging_steps} is more than the {max_steps} steps of the run: the training loss "
             "is logged once, at the end."
         )
+
+
+def note_delay(args: Options, max_steps: int, num_epochs: float, notes: list[str]) -> None:
+    """Adds a note if the run ends before the first evaluation is due."""
+    units = {"steps": ("steps", max_steps), "epoch": ("epochs", num_epochs)}
+    unit, last = units.get(str(args.eval_strategy), ("", math.inf))
+    if args.eval_delay > last > 0:
+        length = f"eval_delay={args.eval_delay:g} is more than the {last:g} {unit} of the run"
+        kept = " load_best_model_at_end then keeps the last weights." if args.load_best_model_at_end else ""
+        notes.append(f"{length}: no evaluation is due in it.{kept}")
 
 
 def note_length_warmup(args: Options, batch_warmup: BatchWarmup | None, notes: list[str]) -> LengthWarmup | None:

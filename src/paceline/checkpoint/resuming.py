@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.args import sections
 from paceline.args.places import is_url
-from paceline.args.plan import Plan
+from paceline.args.plan import Plan, follow_length
+from paceline.args.sections import Options
 from paceline.checkpoint import folders
 from paceline.checkpoint.stores import bring_named, bring_run
 from paceline.core.lineage import RunMark, is_of_run, is_part, mark_of, run_in
@@ -21,7 +22,9 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 AUTO = "auto"  # value of resume_from_checkpoint: the newest valid checkpoint, or a fresh start if there is none
 
-# options for paths and display, which do not change the run's results
+_LOGGED = {"include_num_input_tokens_seen", "logging_nan_inf_filter"}  # they change the values in the log
+
+# other options for paths and display, which do not change the run's results
 _INCIDENTAL = {
     field.name
     for section in (
@@ -33,6 +36,7 @@ _INCIDENTAL = {
         sections.ScriptSection,
     )
     for field in dataclasses.fields(section)
+    if field.name not in _LOGGED
 } | {"train_batch_size", "eval_batch_size", "logging_dir", "output_store"}
 
 
@@ -154,6 +158,23 @@ def begin_state(
     return state
 
 
+def adapt_intervals(state: TrainerState, args: Options, plan: Plan, restored: Plan) -> Plan:
+    """Returns the plan of a resumed run; if its length differs, intervals that are ratios follow it.
+
+    Args:
+        state: the state of the run, whose intervals are set.
+        args: the arguments.
+        plan: the plan of a run from the start.
+        restored: the same with the length of the resumed run.
+    """
+    if restored.max_steps == plan.max_steps:
+        return restored
+    adapted = follow_length(plan, args, restored.max_steps)
+    adapted = dataclasses.replace(adapted, max_steps=restored.max_steps, warmup_steps=restored.warmup_steps)
+    state.set_intervals(adapted.logging_steps, adapted.eval_steps, adapted.save_steps)
+    return adapted
+
+
 def find_best(state: TrainerState, checkpoint: Path) -> str | None:
     """Returns a state's best checkpoint if it exists and belongs to the run of `checkpoint`; else None."""
     if state.best_model_checkpoint is None:
@@ -212,34 +233,55 @@ def announce_resume(state: TrainerState, checkpoint: Path) -> None:
         )
 
 
-def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Returns `name before -> now` for every changed option that may affect the run's results.
+def changed_arguments(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `name before -> now` by name for every changed option that may affect the run's results.
 
     Args:
         saved: saved options by name, as numbers, booleans and text (`to_sanitized_dict`).
         present: current options in the same form.
     """
-    return [
-        f"{name} {saved[name]} -> {value}"
+    return {
+        name: f"{name} {saved[name]} -> {value}"
         for name, value in present.items()
         if name not in _INCIDENTAL and name in saved and not is_same(saved[name], value)
-    ]
+    }
 
 
-def report_changes(checkpoint: Path, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+def report_changes(
+    checkpoint: Path,
+    progress: Mapping[str, Any] | None,
+    present: Mapping[str, Any],
+    overridden: Collection[str] = (),
+) -> None:
     """Logs, in one line, the options that have changed since the checkpoint was written.
 
     Args:
         checkpoint: the checkpoint that a run resumes from.
         progress: the content of its `progress.json`.
         present: the current options in the form of `to_sanitized_dict`.
+        overridden: options whose values the restored optimizer and schedule have replaced by those of the checkpoint.
     """
     saved = (progress or {}).get("arguments")
     if not isinstance(saved, Mapping):
         return
     changes = changed_arguments(saved, present)
-    if changes:
-        logger.warning("Changed since %s was written: %s.", checkpoint.name, ", ".join(changes))
+    if not changes:
+        return
+    kept = [name for name in changes if name in overridden]
+    told = _said_of_overridden(kept, saved, present) if kept else ""
+    logger.warning("Changed since %s was written: %s.%s", checkpoint.name, ", ".join(changes.values()), told)
+
+
+def _said_of_overridden(kept: list[str], saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Returns the part of a message about changed options that have no effect, because the optimizer was restored."""
+    until = " until the phase ends" if present.get("phases") not in (None, str(None)) else ""
+    # a setting that is 0 cannot be changed during a run
+    settable = [f"control.{name}" for name in kept if name in ("learning_rate", "weight_decay") and saved[name]]
+    during = f"set {' and '.join(settable)} in a callback's on_train_begin, or " if settable else ""
+    return (
+        f" The restored optimizer and schedule keep the checkpoint's values of {', '.join(kept)}{until}. To change "
+        f"them, {during}start a new run from the checkpoint's weights."
+    )
 
 
 def forget_other_best(state: TrainerState, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
@@ -264,6 +306,27 @@ def forget_other_best(state: TrainerState, progress: Mapping[str, Any] | None, p
         *(state.best_global_step, before[0], state.best_metric, before[1], *now),
     )
     state.forget_best()
+
+
+def forget_other_count(state: TrainerState, progress: Mapping[str, Any] | None, present: Mapping[str, Any]) -> None:
+    """Resets the count of input tokens if they were not counted before the checkpoint, or in another unit.
+
+    Args:
+        state: the state of the checkpoint.
+        progress, present: see `report_changes`.
+    """
+    name = "include_num_input_tokens_seen"
+    saved, now = (progress or {}).get("arguments"), str(present.get(name, "no"))
+    unknown = "no" if state.num_input_tokens_seen == 0 else now  # another library wrote the checkpoint
+    before = str(saved.get(name, unknown)) if isinstance(saved, Mapping) else unknown
+    if now == "no" or now == before or state.global_step == 0:
+        return
+    if state.is_world_process_zero:
+        logger.warning(
+            "%s=%r, and it was %r before: num_input_tokens_seen counts the tokens since optimizer step %d only.",
+            *(name, now, before, state.global_step),
+        )
+    state.forget_tokens()
 
 
 def is_same(before: object, now: object) -> bool:

@@ -27,6 +27,7 @@ class HubNames(TrainerNames):
     """A Trainer that pushes to the hub. A framework supplies `_card_facts`, `_checkpoint_form` and `save_model`."""
 
     _own_push_target: publishing.PushTarget | None = None
+    _is_best_loaded = False  # the last training has ended with the best model
     train_dataset: Any
 
     if TYPE_CHECKING:
@@ -72,23 +73,19 @@ class HubNames(TrainerNames):
             state=self.state,
             train_dataset=self.train_dataset,
             is_training=self.is_in_train,
-            is_best_loaded=self.args.load_best_model_at_end and not self.is_in_train,
+            is_best_loaded=self._is_best_loaded,
         )
 
-    def _tell_card(self, is_complete: bool) -> None:
+    def _tell_card(self) -> None:
         """Offers the text of the model card to the callbacks, before `on_train_end`; it is made if one requests it.
 
         A callback that raises is named in a warning: the training has its result, and the card is not part of it.
-
-        Args:
-            is_complete: False if a signal has stopped the training, which then has not loaded the best model.
         """
 
         @cache
         def make_card() -> str:
             folder = self._absolute_output_dir()
-            is_best = self.args.load_best_model_at_end and is_complete
-            run = replace(self._card_run(), is_training=False, is_best_loaded=is_best)
+            run = replace(self._card_run(), is_training=False)
             return card.card_text(run, self._card_facts(), (self.hub_model_id or folder.name).rpartition("/")[2])
 
         call_each(self.callback_handler, "on_model_card", self.args, self.state, self.control, make_card=make_card)

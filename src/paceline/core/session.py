@@ -35,8 +35,9 @@ from paceline.core.state import STEERING_KEY, Requests, TrainerControl, TrainerS
 from paceline.core.worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
-    from paceline.core import data_lengths, goodput, interrupts, provenance, resources, steering
+    from paceline.core import best_model, data_lengths, goodput, interrupts, provenance, resources, steering
 else:
+    best_model = LateModule("paceline.core.best_model")
     data_lengths = LateModule("paceline.core.data_lengths")
     goodput = LateModule("paceline.core.goodput")
     interrupts = LateModule("paceline.core.interrupts")
@@ -87,13 +88,13 @@ class Facade(Protocol):
         log: `(logs, start_time)`: stamps, stores and reports one row of metrics.
         train_dataset: the training data.
         eval_dataset: the evaluation data, or a dict of several.
-        _tell_card: `(is_complete)`: offers the model card to the callbacks.
+        _tell_card: offers the model card to the callbacks.
     """
 
     train_dataset: Any
     eval_dataset: Any
     log: Callable[..., None]
-    _tell_card: Callable[[bool], None]
+    _tell_card: Callable[[], None]
 
 
 class Stages(Protocol):
@@ -268,6 +269,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         run_mark: the mark of the run that was last started or resumed, or None.
         time_spent: seconds of the last run by activity (`paceline.core.ledger.ACTIVITIES`); empty before the first run.
         was_stopped: True if a signal has stopped the last run before its end.
+        is_best_loaded: True if the last run has ended with the best model (`load_best_model_at_end`).
         data_remedy: advice on how to load this framework's data faster.
     """
 
@@ -283,6 +285,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
     run_mark: Kept[RunMark | None] = Kept()
     time_spent: Kept[Mapping[str, float]] = Kept()
     was_stopped: Kept[bool] = Kept()
+    is_best_loaded: Kept[bool] = Kept("_is_best_loaded")
 
     def __init__(self, facade: Any) -> None:  # Any: the Protocol declares attributes that a Trainer has as methods
         self.facade: FacadeType = facade
@@ -375,23 +378,6 @@ class Session(ABC, Generic[RunType, FacadeType]):
         finally:
             requests.end()
 
-    def is_best(self, checkpoint: Path) -> bool:
-        """True if the current model is the best one and its own checkpoint could not be written.
-
-        Logs a warning in this case, and if a better model was lost.
-
-        Args:
-            checkpoint: the best checkpoint that was written.
-        """
-        step = self.state.best_global_step
-        if not step or checkpoint.name == f"checkpoint-{step}":
-            return False
-        if step == self.state.global_step:
-            logger.warning("The best model, of step %d, is the present one: no checkpoint is loaded.", step)
-            return True
-        logger.warning("The best model, of step %d, could not be written: %s is loaded instead.", step, checkpoint)
-        return False
-
     def make_loop(self, run: RunType, hooks: Hooks, saves: Notifying) -> Loop:
         """Returns the loop over the parts of a run.
 
@@ -459,7 +445,7 @@ class Session(ABC, Generic[RunType, FacadeType]):
         """Marks the session as training; the parts of the run are closed at the end, even after an error."""
         if self.options.log_resources:
             run.sample_resources()
-        self.is_in_train, self.run = True, run
+        self.is_in_train, self.run, self.is_best_loaded = True, run, False
         try:
             with self.recording(run), self.open(run):
                 yield
@@ -519,10 +505,9 @@ class Session(ABC, Generic[RunType, FacadeType]):
         note((SAVE, now()))
         run.ledger.settle()
         slow = slow_processes(self.gather_times(run.ledger.seconds))  # before a callback may raise on one rank
-        best = self.state.best_model_checkpoint
-        if self.options.load_best_model_at_end and best is not None and is_complete and not self.is_best(Path(best)):
-            self.load_best(Path(best))
-        self.facade._tell_card(is_complete)
+        if self.options.load_best_model_at_end and is_complete:
+            self.is_best_loaded = best_model.load_best(self.state, run.plan.metric_for_best_model, self.load_best)
+        self.facade._tell_card()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if is_complete:
             logger.info("Training completed: step %d, mean loss %.4g.", self.state.global_step, train_loss)
@@ -639,5 +624,5 @@ class Session(ABC, Generic[RunType, FacadeType]):
         """Waits until the checkpoints of a run are written, then deletes those beyond the retention limit."""
 
     @abstractmethod
-    def load_best(self, checkpoint: Path) -> None:
-        """Loads the best model; if it cannot be loaded, logs the reason and keeps the last weights."""
+    def load_best(self, checkpoint: Path) -> bool:
+        """Loads the best model; if it cannot be loaded, logs the reason, keeps the last weights and returns False."""

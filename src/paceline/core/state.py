@@ -360,6 +360,14 @@ class TrainerState:
         """Resets the best metric, its step and its checkpoint."""
         self.best_metric = self.best_global_step = self.best_model_checkpoint = None
 
+    def forget_tokens(self) -> None:
+        """Resets the count of input tokens."""
+        self.num_input_tokens_seen = 0
+
+    def set_intervals(self, logging_steps: int, eval_steps: int, save_steps: int) -> None:
+        """Sets the optimizer steps between two logs, evaluations and checkpoints."""
+        self.logging_steps, self.eval_steps, self.save_steps = logging_steps, eval_steps, save_steps
+
     def record_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Sets the states of the callbacks that have a `state()`."""
         stateful = [callback for callback in callbacks if callable(getattr(callback, "state", None))]

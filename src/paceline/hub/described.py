@@ -44,7 +44,7 @@ class CardRun:
         state: its progress and log history.
         train_dataset: the training data; None without training.
         is_training: True while it trains.
-        is_best_loaded: True if the run has ended with `load_best_model_at_end=True`.
+        is_best_loaded: True if the run has ended with the best model (`load_best_model_at_end=True`).
     """
 
     options: Hyperparameters

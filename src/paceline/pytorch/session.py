@@ -21,7 +21,7 @@ from paceline.args.sharding import wants_shards
 from paceline.checkpoint import layout as names
 from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.output_store import finished_uploads
-from paceline.checkpoint.resuming import begin_state
+from paceline.checkpoint.resuming import adapt_intervals, begin_state
 from paceline.core import session as core
 from paceline.core.contracts import Hooks, Stateful
 from paceline.core.headlines import RunFacts, optimizer_line
@@ -283,8 +283,8 @@ class Session(core.Session[Run, TrainerProtocol]):
             arguments=self.options.to_sanitized_dict(),
             warmup_steps=self.options.get_warmup_steps,
         )
-        plan, self.state.max_steps = restorer.restore()
-        return plan
+        restored, self.state.max_steps = restorer.restore()
+        return adapt_intervals(self.state, self.options, plan, restored)
 
     @contextmanager
     def surroundings(self, plan: Plan) -> Iterator[None]:
@@ -457,8 +457,8 @@ class Session(core.Session[Run, TrainerProtocol]):
     def gather_times(self, seconds: Mapping[str, float]) -> list[Mapping[str, float]]:
         return gather_objects(self.world, seconds)
 
-    def load_best(self, checkpoint: Path) -> None:
-        self.facade._make_checkpointer().load_best(checkpoint)
+    def load_best(self, checkpoint: Path) -> bool:
+        return self.facade._make_checkpointer().load_best(checkpoint)
 
     # ---- the parts
 

@@ -17,10 +17,12 @@ from paceline.args.sections import Options
 from paceline.checkpoint import folders
 from paceline.checkpoint.lock import FolderLock, acquire
 from paceline.checkpoint.resuming import (
+    adapt_intervals,
     announce_resume,
     begin_state,
     find_checkpoint,
     forget_other_best,
+    forget_other_count,
     report_changes,
     report_kept,
 )
@@ -221,7 +223,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def restore_position(self, feed: TFFeed, plan: Plan, checkpoint: Path) -> Plan:
         with wrap_load_error(checkpoint):
-            plan, self.state.max_steps = restore_position(
+            restored, self.state.max_steps = restore_position(
                 feed,
                 plan,
                 checkpoint,
@@ -230,7 +232,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
                 arguments=self.options.to_sanitized_dict(),
                 warmup_steps=self.options.get_warmup_steps,
             )
-        return plan
+        return adapt_intervals(self.state, self.options, plan, restored)
 
     @contextmanager
     def surroundings(self, plan: Plan) -> Iterator[None]:
@@ -310,8 +312,10 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         for name, is_requested in requested_actions(self.state).items():
             setattr(self.control, name, is_requested)
         forget_other_best(self.state, progress, arguments)
+        forget_other_count(self.state, progress, arguments)
         if self.world.process_index == 0:
-            report_changes(checkpoint, progress, arguments)
+            has_variable = steered.TFSettings(self.optimizer, self.lr_scheduler, 1).has_variable
+            report_changes(checkpoint, progress, arguments, ("learning_rate",) if has_variable else ())
         announce_resume(self.state, checkpoint)
 
     def settings(self, run: core.Run) -> steered.TFSettings:
@@ -379,14 +383,15 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         if self.averages is not None:
             self.averages.adopt()
 
-    def load_best(self, checkpoint: Path) -> None:
+    def load_best(self, checkpoint: Path) -> bool:
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
             logger.error("The best model was not loaded, the final weights are kept: %s: %s.", checkpoint, reason)
-            return
+            return False
         logger.info("Loading the best model, %s (%s).", checkpoint, self.state.best_metric)
         restore_variables(checkpoint, self.model)
+        return True
 
     # ---- what the loop calls
 

@@ -157,6 +157,29 @@ def test_a_returned_control_stops_a_run_that_logs_at_that_step(tmp_path: Path) -
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"eval_delay": 5}])
+def test_a_run_without_a_best_model_warns_at_its_end(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        Classifier(),
+        DATA,
+        num_train_epochs=2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        eval_dataset=DATA[:4],
+        compute_metrics=lambda p: {"score": float("nan")},
+        **options,
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint is None
+    warned = "no evaluation gave a number for metric_for_best_model='score', and the weights of the last step are kept"
+    assert caplog.text.count(warned) == 1
+
+
 def test_save_strategy_best(tmp_path: Path) -> None:
     values = iter([0.5, 0.4, 0.9, 0.8])
     trainer = make_trainer(

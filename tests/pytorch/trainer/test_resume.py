@@ -362,6 +362,73 @@ def test_changed_arguments_are_listed_once(tmp_path: Path, caplog: pytest.LogCap
     assert "Changed since" not in caplog.text
 
 
+def test_changed_options_that_the_restored_optimizer_overrides_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SetRate(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.learning_rate = 0.5
+
+    def rates(trainer: Any) -> list[float]:
+        return [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "logging_steps": 1, "weight_decay": 0.0}
+    changed: dict[str, Any] = {**options, "learning_rate": 0.5, "weight_decay": 0.1, "adam_beta1": 0.5, "seed": 1}
+    run(tmp_path, stop=2, learning_rate=0.25, **options)
+    resumed = run(tmp_path, stop=3, resume=True, **changed)
+    assert rates(resumed) == [0.25] * 3
+    kept = "keep the checkpoint's values of learning_rate, weight_decay, adam_beta1. To change them, set "
+    assert caplog.text.count(kept + "control.learning_rate in a callback's on_train_begin, or start a new run") == 1
+    caplog.clear()
+    options |= {"warmup_steps": 1, "max_grad_norm": 0.5, "learning_rate": 0.25}
+    resumed = run(tmp_path, resume=True, **{**options, "callbacks": [SetRate(), StopAt(4)]})
+    assert rates(resumed)[3:] == [0.5]
+    assert "max_grad_norm 1.0 -> 0.5" in caplog.text
+    assert "keep the checkpoint's values" not in caplog.text
+
+
+def test_ratio_intervals_follow_the_length_of_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "paceline")
+    options: dict[str, Any] = {
+        "data": classification(64), "gradient_accumulation_steps": 1, "num_train_epochs": 2,
+        "save_steps": 0.25, "logging_steps": 0.25, "eval_steps": 0.125,
+    }  # fmt: skip
+    run(tmp_path, stop=16, **options)
+    caplog.clear()
+    resumed = run(tmp_path, resume=True, per_device_train_batch_size=8, **options)
+    state = resumed.state
+    assert (state.max_steps, state.logging_steps, state.eval_steps, state.save_steps) == (24, 6, 3, 6)
+    assert [row["step"] for row in state.log_history if "loss" in row] == [8, 16, 18, 24]
+    assert "save_steps=0.25 of 24 steps: every 6." in caplog.text
+    assert "save_steps=0.25 of 16 steps" not in caplog.text
+
+
+def test_input_tokens_in_another_unit_are_counted_from_the_resume_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Named(Classifier):
+        main_input_name = "x"
+
+    def count(stop: int, how: str) -> int:
+        trainer = make_trainer(
+            tmp_path, Named(), DATA, save_strategy="steps", save_steps=1, callbacks=[StopAt(stop)],
+            include_num_input_tokens_seen=how,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint="auto")
+        return int(trainer.state.num_input_tokens_seen)
+
+    per_step = 4 * 8
+    assert count(2, "no") == 0
+    assert count(3, "all") == per_step
+    assert "include_num_input_tokens_seen='all', and it was 'no' before" in caplog.text
+    assert "include_num_input_tokens_seen no -> all" in caplog.text
+    caplog.clear()
+    assert count(4, "all") == 2 * per_step
+    assert "include_num_input_tokens_seen" not in caplog.text
+    assert count(6, "non_padding") == 2 * per_step
+    assert "num_input_tokens_seen counts the tokens since optimizer step 4 only" in caplog.text
+
+
 @pytest.mark.parametrize("changed", [{"metric_for_best_model": "score"}, {"greater_is_better": True}])
 def test_a_model_that_another_metric_chose_is_not_the_best(
     tmp_path: Path, changed: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -82,6 +82,25 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, kind: str, options
 
 
 @pytest.mark.slow
+def test_changed_arguments_in_a_resumed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ratio intervals follow the new length; a rate that is a variable is that of the checkpoint, which is said."""
+    options: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 0.25, "logging_steps": 0.25, "eval_strategy": "epoch",
+        "eval_dataset": make_data(4), "lr_scheduler_type": "reduce_lr_on_plateau",
+    }  # fmt: skip
+    run = {"num_train_epochs": 4, "callbacks": [Counting(stop_at=12)], "learning_rate": 0.05, **options}
+    make_trainer(tmp_path, make_model(), make_data(24), **run).train(resume_from_checkpoint=False)
+    again = {"num_train_epochs": 8, "learning_rate": 0.5, "weight_decay": 0.1, **options}
+    trainer = make_trainer(tmp_path, make_model(), make_data(24), **again)
+    trainer.train(resume_from_checkpoint=True)
+    assert (trainer.state.max_steps, trainer.state.save_steps, trainer.state.logging_steps) == (48, 12, 12)
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in rows] == [6, 12, 24, 36, 48]
+    assert rows[2]["learning_rate"] < 0.06
+    assert "keep the checkpoint's values of learning_rate. To change them" in caplog.text
+
+
+@pytest.mark.slow
 def test_an_order_that_cannot_be_gone_back_to_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tf.random.set_seed(None)
     data = tf.data.Dataset.from_tensor_slices(DATA).shuffle(26)

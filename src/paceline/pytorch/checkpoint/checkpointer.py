@@ -16,7 +16,13 @@ from typing import Any
 
 from paceline.checkpoint import folders
 from paceline.checkpoint.layout import DATA, OPTIMIZER, OPTIMIZER_FOLDER, PRECISION, RNG, SCHEDULER, is_sharded
-from paceline.checkpoint.resuming import STATE_FILE, announce_resume, forget_other_best, report_changes
+from paceline.checkpoint.resuming import (
+    STATE_FILE,
+    announce_resume,
+    forget_other_best,
+    forget_other_count,
+    report_changes,
+)
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.core.byte_sizes import format_bytes
 from paceline.core.callback_states import restore_callback_states
@@ -34,6 +40,7 @@ from paceline.pytorch.checkpoint.saves import Job, Saves
 from paceline.pytorch.checkpoint.validate_state import wrap_load_error
 from paceline.pytorch.data.feed import StatefulDataIterator
 from paceline.pytorch.distributed.collectives import gather_objects, share_object
+from paceline.pytorch.optim.groups import group_settings, overridden_options
 
 logger = logging.getLogger(__name__)
 
@@ -370,15 +377,18 @@ class Checkpointer:
 
         Returns: the contents of `progress.json`, for the loop; None if another library wrote the checkpoint.
         """
+        before = group_settings(self.contents.optimizer)
         self.hooks.load_optimizer_and_scheduler(str(checkpoint))
+        overridden = overridden_options(before, group_settings(self.contents.optimizer))
         self.hooks.load_scaler(str(checkpoint))
         self.load_items(checkpoint, further(self.items))
         progress = read_progress(checkpoint)
         self._restore_callbacks(checkpoint, progress)
         arguments = self.settings.describe_arguments()
         forget_other_best(self.state, progress, arguments)
+        forget_other_count(self.state, progress, arguments)
         if self.settings.reports_changes and self.state.is_world_process_zero:
-            report_changes(checkpoint, progress, arguments)
+            report_changes(checkpoint, progress, arguments, overridden)
         self.hooks.load_rng_state(str(checkpoint))
         announce_resume(self.state, checkpoint)
         return progress
@@ -442,11 +452,12 @@ class Checkpointer:
         with wrap_load_error(checkpoint / files.rng_name(rank, size)):
             self.items[RNG].load_state_dict(state)
 
-    def load_best(self, checkpoint: Path) -> None:
-        """Loads the best checkpoint; if it is damaged, logs an error and keeps the weights of the last step."""
+    def load_best(self, checkpoint: Path) -> bool:
+        """Loads the best checkpoint; if it is damaged, logs an error, keeps the last weights and returns False."""
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
             logger.error("The best model was not loaded, the final weights are kept: %s: %s.", checkpoint, reason)
-            return
+            return False
         self.hooks.load_best_model()
+        return True

@@ -12,6 +12,15 @@ from torch.nn.modules.batchnorm import _NormBase
 INITIAL_DECAY = "initial_weight_decay"
 """Key of a group's weight decay before a run changed it, as torch's schedules keep "initial_lr"."""
 
+OPTIONS_OF = {
+    "lr": ("learning_rate",),
+    "initial_lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+}
+"""Key of a parameter group -> options that set it; `optim_args` may set each of them."""
+
 _NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
 _UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")
@@ -22,6 +31,31 @@ def reset_decay(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         if INITIAL_DECAY in group:
             group["weight_decay"] = group.pop(INITIAL_DECAY)
+
+
+def group_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Returns the settings of each parameter group; of a rate that a schedule computes, the base only."""
+    left_out = {"params"}, {"params", "lr"}
+    return [
+        {name: value for name, value in group.items() if name not in left_out["initial_lr" in group]}
+        for group in getattr(optimizer, "param_groups", ())
+    ]
+
+
+def overridden_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
+    """Returns the options whose values in the parameter groups differ, such as after an optimizer was restored.
+
+    Args:
+        before, after: as `group_settings` returns them.
+    """
+    keys = {
+        name
+        for one, other in zip(before, after, strict=False)
+        for name, value in one.items()
+        if name in other and bool(value != other[name])
+    }
+    found = {option for name in keys for option in OPTIONS_OF.get(name, ())}
+    return found | {"optim_args"} if keys else found
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:

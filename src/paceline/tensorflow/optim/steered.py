@@ -49,6 +49,11 @@ class TFSettings:
         rate = getattr(self.optimizer, "_learning_rate", self.optimizer.learning_rate)
         return rate if isinstance(rate, LearningRateSchedule) else self.optimizer.learning_rate
 
+    @property
+    def has_variable(self) -> bool:
+        """True if the rate is a variable of the optimizer, which a checkpoint holds, and no schedule computes it."""
+        return not isinstance(self.rate, LearningRateSchedule)
+
     def read(self, name: str) -> float:
         """Returns the learning rate of the next optimizer step."""
         rate = self.rate
