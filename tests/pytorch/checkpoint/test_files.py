@@ -376,6 +376,14 @@ def test_state_of_another_optimizer_is_an_error_that_changes_nothing(tmp_path: P
     assert optimizer.state_dict() == before
 
 
+def test_state_of_another_kind_of_optimizer_names_what_is_missing(tmp_path: Path) -> None:
+    """`momentum` of torch's SGD is the whole number 0 by default."""
+    model = mlp()
+    save_tensors(torch.optim.AdamW(model.parameters()).state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"does not fit this SGD: group 0 has no momentum"):
+        load_state(torch.optim.SGD(model.parameters()), tmp_path / "optimizer.pt")
+
+
 PLAIN = st.recursive(
     st.none() | st.integers(-2, 2) | st.floats() | st.text(max_size=2) | st.just(torch.ones(2)),
     lambda inner: (

@@ -53,7 +53,7 @@ def _misfit_of_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, A
             return text
         for name, value in plain.items():
             # only numbers and tuples are required: new torch releases add switches, which have defaults
-            is_needed = isinstance(value, (float, tuple)) and name != "initial_lr"
+            is_needed = isinstance(value, (int, float, tuple)) and not isinstance(value, bool) and name != "initial_lr"
             if is_needed and name not in saved:
                 return f"group {number} has no {name}"
     kind = getattr(optimizer, "inner_class", type(optimizer))
