@@ -7,15 +7,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tf_worker_job
+from tf_environments import run_in
 from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
 
 from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
+from paceline.tensorflow.data.batches import share_out
+from paceline.tensorflow.evaluation import Predictor
 from paceline.tensorflow.framework import keras, tf
+from paceline.tensorflow.objective import Objective
 
 DATA = make_data(26)
 OPTIONS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "num_train_epochs": 2}
@@ -82,6 +87,68 @@ def test_callbacks_get_the_outputs_of_all_replicas(tmp_path: Path, mirrored: Any
     assert [len(inputs[0]) for inputs, _ in callback.seen] == [8, 8, 8, 2]
     for inputs, outputs in callback.seen:
         assert np.allclose(outputs, np.asarray(trainer.model(inputs[0])), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_the_rows_of_a_replica_without_samples_are_left_out(size: int) -> None:
+    """Of three samples on four replicas the first has none, and computes a copy of the first sample."""
+    rows = np.arange(2.0 * size).reshape(size, 2)
+    strategy = SimpleNamespace(num_replicas_in_sync=4, extended=SimpleNamespace(worker_devices=range(4)))
+    steps: dict[str, Any] = {"prediction_step": None, "distributed_prediction_steps": None}
+    predictor = Predictor(strategy=strategy, objective=Objective(Linear()), **steps)
+    outputs = tuple(tf.constant(part) for part, _ in share_out(rows, 4))
+    loss, found = predictor.read((rows, None), ((None,) * 4, outputs))
+    assert loss is None
+    assert np.array_equal(found, rows)
+
+
+FOUR_REPLICAS = """
+import sys
+from pathlib import Path
+import numpy as np
+from paceline import TrainerCallback
+from paceline.tensorflow.framework import tf
+from tf_models import make_data, make_model, make_trainer
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+class Curious(TrainerCallback):
+    wants = frozenset({"inputs", "outputs"})
+    sizes = []
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for inputs, outputs in zip(kwargs["inputs"], kwargs["outputs"], strict=True):
+            assert np.allclose(outputs, np.asarray(model(inputs[0])), atol=1e-6)
+            self.sizes.append(len(outputs))
+strategy = tf.distribute.MirroredStrategy([f"cpu:{number}" for number in range(4)])
+with strategy.scope():
+    model = make_model()
+options = dict(learning_rate=0.0, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+trainer = make_trainer(Path(sys.argv[1]), model, make_data(11), callbacks=[Curious()], **options)
+trainer.train()
+assert Curious.sizes == [8, 3], Curious.sizes
+for size in (9, 10, 11):
+    data = make_data(size)
+    found = trainer.predict(data)
+    assert np.allclose(found.predictions, np.asarray(model(data[0])), atol=1e-6), size
+    assert np.array_equal(found.label_ids, data[1])
+print("every row is there once")
+"""
+
+
+@pytest.mark.slow
+def test_fewer_samples_than_replicas(tmp_path: Path) -> None:
+    """In a process of its own, since the strategies of a process share one table of collectives."""
+    assert "every row is there once" in run_in(sys.executable, FOUR_REPLICAS, str(tmp_path))
+
+
+def test_callbacks_get_no_outputs_of_a_replica_without_samples(tmp_path: Path, mirrored: Any) -> None:
+    callback = Curious()
+    with mirrored.scope():
+        model = make_model()
+    options = {"per_device_train_batch_size": 2, "learning_rate": 0.0, "train_sampling_strategy": "sequential"}
+    make_trainer(tmp_path, model, make_data(5), callbacks=[callback], **options).train()
+    assert [len(outputs) for _, outputs in callback.seen] == [4, 1]
+    assert np.allclose(callback.seen[1][1], np.asarray(model(make_data(5)[0][4:])), atol=1e-6)
 
 
 @pytest.mark.slow

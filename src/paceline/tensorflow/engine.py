@@ -26,7 +26,7 @@ from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
 from paceline.tensorflow.optim.optimizers import make_sum
 from paceline.tensorflow.overflow import Watch
-from paceline.tensorflow.placement import as_tensor, place
+from paceline.tensorflow.placement import as_tensor, gather, place
 from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
 from paceline.tensorflow.traced_errors import told_plainly
 from paceline.tensorflow.traces import describe, record
@@ -389,10 +389,8 @@ class TFEngine:
         return tuple(self.strategy.experimental_local_results(value))
 
     def _gathered(self, outputs: object) -> Any:
-        """Returns the concatenated outputs of all replicas of this process."""
-        if self.num_replicas == 1:
-            return outputs
-        return tf.nest.map_structure(lambda leaf: tf.concat(self.local(leaf), 0), outputs)
+        """Returns the concatenated outputs of all replicas of this process that have samples of their own."""
+        return outputs if self.num_replicas == 1 else gather(self.strategy, outputs, self._counts)
 
     # ---- traced: one replica
 

@@ -109,16 +109,20 @@ class Predictor:
             results: the result of that call.
         """
         losses, outputs = results
-        size = size_of(batch[0])
-        sizes = [part for part in self._sizes(size) if part]
         with told_plainly():
-            found = None if losses[0] is None else [map_leaves(to_array, loss) for loss in losses]
-            own = float(count(*batch)[self.objective.kind])
-            loss = None if found is None else mean_of(found, own, size)
-            parts = [map_leaves(to_host, output) for output in outputs[: len(sizes)]]
+            loss = None if losses[0] is None else self._mean(batch, losses)
+            # a replica without a sample of its own has predicted a copy of the first one
+            sizes = self._sizes(size_of(batch[0])) if len(outputs) > 1 else [1]
+            parts = [map_leaves(to_host, output) for output, size in zip(outputs, sizes, strict=True) if size]
         return loss, parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *rows: join(rows), *parts)
 
+    def _mean(self, batch: tuple[Any, Any], losses: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+        """Returns (loss, its weight, layers' losses) of a batch, from what was measured on each replica."""
+        found = [map_leaves(to_array, loss) for loss in losses]
+        return mean_of(found, float(count(*batch)[self.objective.kind]), size_of(batch[0]))
+
     def _sizes(self, size: int) -> list[int]:
+        """Returns the samples of each replica of this process, as `share_out` splits them."""
         num = 1 if self.strategy.num_replicas_in_sync == 1 else len(self.strategy.extended.worker_devices)
         bounds = [size * part // num for part in range(num + 1)]
         return [stop - start for start, stop in itertools.pairwise(bounds)]
