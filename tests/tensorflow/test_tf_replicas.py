@@ -151,6 +151,30 @@ def test_callbacks_get_no_outputs_of_a_replica_without_samples(tmp_path: Path, m
     assert np.allclose(callback.seen[1][1], np.asarray(model(make_data(5)[0][4:])), atol=1e-6)
 
 
+LIMITS: dict[str, Any] = {
+    "clipnorm": lambda: keras.optimizers.SGD(1.0, clipnorm=0.01),
+    "global_clipnorm": lambda: keras.optimizers.SGD(1.0, global_clipnorm=0.01),
+    "clipvalue": lambda: keras.optimizers.SGD(1.0, clipvalue=0.01),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0, clipnorm=0.01)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "clipnorm" else pytest.param(name, marks=pytest.mark.slow) for name in LIMITS]
+)
+def test_an_optimizer_clips_on_replicas_as_on_one(tmp_path: Path, mirrored: Any, name: str) -> None:
+    """Keras clips on each replica, before it adds up."""
+    found = []
+    for strategy, size in ((None, 8), (mirrored, 4)):
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model, optimizers = make_model(), (LIMITS[name](), None)
+        options: dict[str, Any] = {"max_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": size}
+        make_trainer(tmp_path / str(size), model, make_data(8), optimizers=optimizers, **options).train()
+        found.append(weights(model) - weights(make_model()))
+    assert np.allclose(found[0], found[1], atol=1e-7)
+    assert np.linalg.norm(found[0]) > 5e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, policy: str) -> None:

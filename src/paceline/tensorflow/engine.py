@@ -24,7 +24,7 @@ from paceline.tensorflow.coupling import OF_STEP, CouplingCheck
 from paceline.tensorflow.data.batches import Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
-from paceline.tensorflow.optim.optimizers import make_sum
+from paceline.tensorflow.optim.optimizers import make_sum, own_part
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.placement import as_tensor, gather, place
 from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
@@ -500,7 +500,7 @@ class TFEngine:
         """Steps the optimizer. Returns the learning rate, and True if the step was applied."""
         rate = tf.identity(rate_of(self.optimizer))
         pairs = [
-            (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums over replicas again
+            (own_part(value, variable, has_loss_scale(self.optimizer)) if self.num_replicas > 1 else value, variable)
             for value, variable in zip(gradients, self.trainables, strict=True)
             if value is not None
         ]
