@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import tf_worker_job
 from tf_environments import run_in
-from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
+from tf_models import FEATURES, Linear, losses, make_data, make_model, make_trainer, weights
 
 from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.tensorflow.data.batches import share_out
 from paceline.tensorflow.evaluation import Predictor
 from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.objective import Objective
+from paceline.tensorflow.precision import needs_loss_scale
 
 DATA = make_data(26)
 OPTIONS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "num_train_epochs": 2}
@@ -286,6 +287,27 @@ def test_an_overflow_is_left_out(tmp_path: Path) -> None:
     assert not np.array_equal(weights(trainer.model), before)
     assert 0 < int(optimizer.iterations) < 40
     assert "grad_norm" not in trainer.state.log_history[0]
+
+
+def test_a_model_that_computes_in_float16_is_trained_with_a_loss_scale(tmp_path: Path) -> None:
+    """Without fp16=True, too: gradients of 1e-8 would be 0."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        layers = [keras.Input((FEATURES,)), keras.layers.Dense(1, kernel_initializer="zeros")]
+        model = keras.Sequential(layers)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    data = make_data(256)[0], np.full((256, 1), 1e-6, np.float32)
+    trainer = make_trainer(tmp_path, model, data, per_device_train_batch_size=256)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    assert needs_loss_scale(model, keras.optimizers.SGD(0.1), "no")
+    assert not needs_loss_scale(model, trainer.optimizer, "no")
+    assert not needs_loss_scale(model, keras.optimizers.SGD(0.1, loss_scale_factor=64.0), "no")
+    assert not needs_loss_scale(make_model(), keras.optimizers.SGD(0.1), "no")
+    model.compile(keras.optimizers.SGD(0.1), "mse", auto_scale_loss=False)
+    assert not needs_loss_scale(model, model.optimizer, "no")
+    assert needs_loss_scale(model, model.optimizer, "fp16")
 
 
 def test_a_module_that_cannot_change_its_types_says_so(tmp_path: Path) -> None:
