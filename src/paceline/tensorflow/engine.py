@@ -25,6 +25,7 @@ from paceline.tensorflow.data.batches import Array, map_leaves, rows, size_of, s
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
 from paceline.tensorflow.optim.optimizers import make_sum, own_part
+from paceline.tensorflow.optim.schedules import count_skipped
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.placement import as_tensor, gather, place
 from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
@@ -200,6 +201,7 @@ class TFEngine:
             emit("on_pre_optimizer_step")
         if self.asks_first and not math.isfinite(float(loss) + float(norm)):
             rate, applied = self.learning_rate(), False
+            count_skipped(self.optimizer, 1)
             self.discard()
         else:
             self.is_applying = True
@@ -516,7 +518,9 @@ class TFEngine:
             self.optimizer.apply_gradients(pairs)
             return tf.constant(True)
 
-        return rate, tf.cond(is_finite, apply, lambda: tf.constant(False))
+        applied = tf.cond(is_finite, apply, lambda: tf.constant(False))
+        count_skipped(self.optimizer, tf.cast(~applied, tf.int64))
+        return rate, applied
 
     def _prepare_sums(self) -> None:
         """Creates the variables that accumulate gradients, unless they exist."""
