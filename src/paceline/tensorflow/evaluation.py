@@ -52,6 +52,7 @@ class Predictor:
         self._share = Share(None, None)
         self._loss: Any = None
         self._is_prediction = False  # set while a replica is traced
+        self._is_prepared = False  # for batches with labels
         self.num_traces = 0
         compiles = self.xla and self.strategy.num_replicas_in_sync == 1
         self._coupling = CouplingCheck(OF_EVALUATION)  # of evaluations of several parts
@@ -66,7 +67,8 @@ class Predictor:
             precision: precision of the evaluation; each precision has its own trace.
             is_prediction: without labels no loss is computed.
         """
-        if self.num_traces == 0:
+        if not self._is_prepared:
+            self._is_prepared = batch[1] is not None
             with self.strategy.scope():
                 self.objective.prepare(batch)
             self.objective.check_replicas(int(self.strategy.num_replicas_in_sync), 1)
@@ -259,6 +261,7 @@ class Gathering:
         self.weight = 0.0
         self.num_samples = 0
         self.layers = 0.0  # the layers' losses, times the samples
+        self.has_labels = False  # of a batch so far
         names = ("predictions", "label_ids", "inputs", "losses", *self.extra_rows)
         self.kept = {name: RowCollector(self.settings.concatenates, disk_buffer=self.disk_buffer) for name in names}
 
@@ -283,6 +286,7 @@ class Gathering:
         size = size_of(features)
         labels, _ = split_weights(labels)
         self.num_samples += size
+        self.has_labels = self.has_labels or labels is not None
         if loss is not None:
             mean, weight, layers = loss
             self.loss, self.weight = self.loss + mean * weight, self.weight + weight
@@ -394,7 +398,7 @@ class Evaluator:
             rows = seen.rows()
         metrics = seen.metrics(rows, is_evaluation)
         if self.compiled is not None:
-            metrics = {**self.compiled.read_metrics(), **metrics}
+            metrics = {**self.compiled.read_metrics(seen.has_labels), **metrics}
         if self.augmented is not None:
             metrics.update(self.augmented.finish(rows))
         loss = seen.mean_loss()
