@@ -140,6 +140,16 @@ def test_metrics_of_compile_without_a_loss(tmp_path: Path) -> None:
         assert found.get("eval_accuracy") == (None if kind is Differing else pytest.approx(expected))
 
 
+def test_the_unit_of_a_loss_is_that_of_the_evaluation(tmp_path: Path) -> None:
+    """A training whose loss is a mean over targets leaves it as it was."""
+    labels = np.array([[number % 3, 1, -100] for number in range(10)])
+    trainer = make_trainer(tmp_path, Linear(), (DATA[0], labels), kind=Differing, learning_rate=0.0)
+    before = trainer.evaluate((DATA[0], labels))["eval_loss"]
+    assert before == pytest.approx((np.where(labels == -100, 0, labels) ** 2).sum() / 10)
+    trainer.train()
+    assert trainer.evaluate((DATA[0], labels))["eval_loss"] == before
+
+
 def test_a_loss_among_the_metrics_goes_first(tmp_path: Path) -> None:
     """As with torch."""
     trainer = make_trainer(tmp_path, Linear(), None, compute_metrics=lambda prediction: {"loss": 7.0})

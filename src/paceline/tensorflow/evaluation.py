@@ -118,10 +118,11 @@ class Predictor:
             parts = [map_leaves(to_host, output) for output, size in zip(outputs, sizes, strict=True) if size]
         return loss, parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *rows: join(rows), *parts)
 
-    def _mean(self, batch: tuple[Any, Any], losses: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    def _mean(self, batch: tuple[Any, Any], losses: Sequence[Mapping[int, Any]]) -> tuple[float, float, float]:
         """Returns (loss, its weight, layers' losses) of a batch, from what was measured on each replica."""
-        found = [map_leaves(to_array, loss) for loss in losses]
-        return mean_of(found, float(count(*batch)[self.objective.kind]), size_of(batch[0]))
+        [kind] = losses[0]
+        found = [map_leaves(to_array, loss[kind]) for loss in losses]
+        return mean_of(found, float(count(*batch)[kind]), size_of(batch[0]))
 
     def _sizes(self, size: int) -> list[int]:
         """Returns the samples of each replica of this process, as `share_out` splits them."""
@@ -166,7 +167,8 @@ class Predictor:
         """Returns the predictions of one replica and stores its loss; the body of `TFTrainer.prediction_step`."""
         loss, outputs = run_model(features, labels, False)
         if loss is not None:
-            self._loss = self.objective.measure(loss, labels, self._share)
+            measured = self.objective.measure(loss, labels, self._share)
+            self._loss = {self.objective.kind: measured}  # of this trace: a later one may have another kind of loss
         return outputs
 
 
