@@ -5,9 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
+from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, make_trainer, weights
 
-from paceline import EarlyStoppingCallback, EvalPrediction, TFTrainingArguments, TrainerCallback, UnsupportedOption
+from paceline import (
+    EarlyStoppingCallback,
+    EvalPrediction,
+    TFTrainer,
+    TFTrainingArguments,
+    TrainerCallback,
+    UnsupportedOption,
+)
 from paceline.core.streaming import Accuracy
 from paceline.tensorflow.framework import keras, tf
 from paceline.tensorflow.session import evaluation_samples
@@ -78,6 +85,69 @@ def test_predict_returns_rows_whatever_the_metrics(tmp_path: Path, calls_each: b
     assert np.array_equal(output.label_ids, DATA[1])
     assert ("test_last" if calls_each else "test_accuracy") in output.metrics
     assert trainer.predict(DATA[0]).predictions.shape == (10, 3)  # nothing to compare
+
+
+class Seen(keras.layers.Layer):  # type: ignore[misc]
+    """A layer with a metric of its own: the number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, x: Any) -> Any:
+        self.seen.update_state(keras.ops.ones_like(x[:, 0]))
+        return x
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+def test_metrics_of_compile_are_left_out_without_labels(tmp_path: Path, has_two: bool) -> None:
+    """They would be 0 once an evaluation with labels has created them. So would the losses of outputs."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    outputs = {name: keras.layers.Dense(CLASSES, name=name)(Seen()(inputs)) for name in ("a", "b")[: 1 + has_two]}
+    model = keras.Model(inputs, outputs)
+    model.compile(loss=dict.fromkeys(outputs, loss), metrics={"a": ["accuracy"]})
+    data = DATA[0], dict.fromkeys(outputs, DATA[1])
+    trainer = make_trainer(tmp_path, model, None, per_device_eval_batch_size=4)
+    before = trainer.predict(DATA[0]).metrics
+    with_labels = trainer.predict(data).metrics
+    without = trainer.predict(DATA[0]).metrics
+    names = {"test_a_accuracy", "test_a_loss", "test_b_loss"} if has_two else {"test_accuracy"}
+    assert set(before) == set(without)
+    assert names | {"test_loss"} == set(with_labels) - set(without)
+    assert without["test_seen"] == len(DATA[0])
+    assert trainer.predict(data).metrics["test_loss"] == with_labels["test_loss"]
+
+
+class Differing(TFTrainer):
+    """The mean over all entries while training, and the sum of each row in an evaluation."""
+
+    def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
+        outputs = self.model(features)
+        labels = labels if labels.shape.rank == 2 else labels[:, None]
+        losses = tf.where(labels == -100, 0.0, (tf.cast(labels, tf.float32) - outputs) ** 2)
+        return (tf.reduce_mean(losses) if training else tf.reduce_sum(losses, 1)), outputs
+
+
+def test_metrics_of_compile_without_a_loss(tmp_path: Path) -> None:
+    """Beside the default loss they are computed; an own `run_model`, which computes none, leaves them out."""
+    for name, kind in (("plain", TFTrainer), ("own", Differing)):
+        model = make_model()
+        model.compile(metrics=["accuracy"])
+        found = make_trainer(tmp_path / name, model, None, kind=kind).evaluate(DATA)
+        expected = float((np.asarray(model(DATA[0])).argmax(-1) == DATA[1]).mean())
+        assert found.get("eval_accuracy") == (None if kind is Differing else pytest.approx(expected))
+
+
+def test_the_unit_of_a_loss_is_that_of_the_evaluation(tmp_path: Path) -> None:
+    """A training whose loss is a mean over targets leaves it as it was."""
+    labels = np.array([[number % 3, 1, -100] for number in range(10)])
+    trainer = make_trainer(tmp_path, Linear(), (DATA[0], labels), kind=Differing, learning_rate=0.0)
+    before = trainer.evaluate((DATA[0], labels))["eval_loss"]
+    assert before == pytest.approx((np.where(labels == -100, 0, labels) ** 2).sum() / 10)
+    trainer.train()
+    assert trainer.evaluate((DATA[0], labels))["eval_loss"] == before
 
 
 def test_a_loss_among_the_metrics_goes_first(tmp_path: Path) -> None:

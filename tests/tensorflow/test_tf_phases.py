@@ -13,6 +13,8 @@ from tf_models import make_data, make_trainer, values
 
 from paceline import EarlyStoppingCallback, Phase, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.tensorflow.framework import keras, plain, tf
+from paceline.tensorflow.optim.phased import PhasedSchedule
+from paceline.tensorflow.optim.schedules import StepSchedule, count_skipped
 
 HEAD = {"freeze": ["first"]}
 
@@ -114,6 +116,21 @@ def test_the_numbers_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     assert [row["phase"] for row in log_of(trainer)] == ["head"] * 3 + ["all"] * 3 + ["again"] * 3
     assert trainer.state.phase is None
     assert "update_step" not in vars(trainer.optimizer)
+
+
+def test_skipped_steps_are_counted_in_each_phase() -> None:
+    schedule = PhasedSchedule(StepSchedule("linear", 0.6, 6))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(schedule))
+    count_skipped(optimizer, 2)
+    assert float(schedule(1)) == pytest.approx(0.3)
+    again = PhasedSchedule(StepSchedule("linear", 0.6, 6))
+    again.load_state_dict(schedule.state_dict())
+    assert float(again(1)) == pytest.approx(0.3)
+    again.load_state_dict({"scale": 1.0})  # of an earlier version
+    assert float(again(1)) == pytest.approx(0.5)
+    schedule.begin(StepSchedule("linear", 0.4, 4), 3)
+    assert float(schedule(4)) == pytest.approx(0.3)
+    count_skipped(keras.optimizers.SGD(0.1), 1)  # has no schedule
 
 
 def refused() -> Iterator[tuple[list[Phase], dict[str, Any], str]]:

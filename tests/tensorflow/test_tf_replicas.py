@@ -7,15 +7,21 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tf_worker_job
-from tf_models import Linear, losses, make_data, make_model, make_trainer, weights
+from tf_environments import run_in
+from tf_models import FEATURES, Linear, losses, make_data, make_model, make_trainer, weights
 
 from paceline import GradientAccumulator, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
+from paceline.tensorflow.data.batches import share_out
+from paceline.tensorflow.evaluation import Predictor
 from paceline.tensorflow.framework import keras, tf
+from paceline.tensorflow.objective import Objective
+from paceline.tensorflow.precision import needs_loss_scale
 
 DATA = make_data(26)
 OPTIONS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.3, "max_grad_norm": 0.5, "num_train_epochs": 2}
@@ -84,6 +90,92 @@ def test_callbacks_get_the_outputs_of_all_replicas(tmp_path: Path, mirrored: Any
         assert np.allclose(outputs, np.asarray(trainer.model(inputs[0])), atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_the_rows_of_a_replica_without_samples_are_left_out(size: int) -> None:
+    """Of three samples on four replicas the first has none, and computes a copy of the first sample."""
+    rows = np.arange(2.0 * size).reshape(size, 2)
+    strategy = SimpleNamespace(num_replicas_in_sync=4, extended=SimpleNamespace(worker_devices=range(4)))
+    steps: dict[str, Any] = {"prediction_step": None, "distributed_prediction_steps": None}
+    predictor = Predictor(strategy=strategy, objective=Objective(Linear()), **steps)
+    outputs = tuple(tf.constant(part) for part, _ in share_out(rows, 4))
+    loss, found = predictor.read((rows, None), ((None,) * 4, outputs))
+    assert loss is None
+    assert np.array_equal(found, rows)
+
+
+FOUR_REPLICAS = """
+import sys
+from pathlib import Path
+import numpy as np
+from paceline import TrainerCallback
+from paceline.tensorflow.framework import tf
+from tf_models import make_data, make_model, make_trainer
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
+class Curious(TrainerCallback):
+    wants = frozenset({"inputs", "outputs"})
+    sizes = []
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for inputs, outputs in zip(kwargs["inputs"], kwargs["outputs"], strict=True):
+            assert np.allclose(outputs, np.asarray(model(inputs[0])), atol=1e-6)
+            self.sizes.append(len(outputs))
+strategy = tf.distribute.MirroredStrategy([f"cpu:{number}" for number in range(4)])
+with strategy.scope():
+    model = make_model()
+options = dict(learning_rate=0.0, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+trainer = make_trainer(Path(sys.argv[1]), model, make_data(11), callbacks=[Curious()], **options)
+trainer.train()
+assert Curious.sizes == [8, 3], Curious.sizes
+for size in (9, 10, 11):
+    data = make_data(size)
+    found = trainer.predict(data)
+    assert np.allclose(found.predictions, np.asarray(model(data[0])), atol=1e-6), size
+    assert np.array_equal(found.label_ids, data[1])
+print("every row is there once")
+"""
+
+
+@pytest.mark.slow
+def test_fewer_samples_than_replicas(tmp_path: Path) -> None:
+    """In a process of its own, since the strategies of a process share one table of collectives."""
+    assert "every row is there once" in run_in(sys.executable, FOUR_REPLICAS, str(tmp_path))
+
+
+def test_callbacks_get_no_outputs_of_a_replica_without_samples(tmp_path: Path, mirrored: Any) -> None:
+    callback = Curious()
+    with mirrored.scope():
+        model = make_model()
+    options = {"per_device_train_batch_size": 2, "learning_rate": 0.0, "train_sampling_strategy": "sequential"}
+    make_trainer(tmp_path, model, make_data(5), callbacks=[callback], **options).train()
+    assert [len(outputs) for _, outputs in callback.seen] == [4, 1]
+    assert np.allclose(callback.seen[1][1], np.asarray(model(make_data(5)[0][4:])), atol=1e-6)
+
+
+LIMITS: dict[str, Any] = {
+    "clipnorm": lambda: keras.optimizers.SGD(1.0, clipnorm=0.01),
+    "global_clipnorm": lambda: keras.optimizers.SGD(1.0, global_clipnorm=0.01),
+    "clipvalue": lambda: keras.optimizers.SGD(1.0, clipvalue=0.01),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0, clipnorm=0.01)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "clipnorm" else pytest.param(name, marks=pytest.mark.slow) for name in LIMITS]
+)
+def test_an_optimizer_clips_on_replicas_as_on_one(tmp_path: Path, mirrored: Any, name: str) -> None:
+    """Keras clips on each replica, before it adds up."""
+    found = []
+    for strategy, size in ((None, 8), (mirrored, 4)):
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model, optimizers = make_model(), (LIMITS[name](), None)
+        options: dict[str, Any] = {"max_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": size}
+        make_trainer(tmp_path / str(size), model, make_data(8), optimizers=optimizers, **options).train()
+        found.append(weights(model) - weights(make_model()))
+    assert np.allclose(found[0], found[1], atol=1e-7)
+    assert np.linalg.norm(found[0]) > 5e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, policy: str) -> None:
@@ -98,9 +190,12 @@ def test_replicas_leave_out_what_is_not_finite(tmp_path: Path, mirrored: Any, po
         trainer = make_trainer(tmp_path / str(size), model, (x, y), nonfinite_policy=policy, logging_steps=1, **options)
         trainer.train()
         assert np.isfinite(weights(trainer.model)).all()
-        found.append((weights(trainer.model), trainer.state.global_step, int(np.asarray(trainer.optimizer.iterations))))
+        rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        steps = trainer.state.global_step, int(np.asarray(trainer.optimizer.iterations))
+        found.append((weights(trainer.model), rates, *steps))
     assert np.allclose(found[0][0], found[1][0], atol=1e-6)
-    assert found[0][1:] == found[1][1:] == ((3, 2) if policy == "skip" else (2, 2))
+    assert found[0][1] == found[1][1]
+    assert found[0][2:] == found[1][2:] == ((3, 2) if policy == "skip" else (2, 2))
 
 
 def test_an_own_update_cannot_be_left_out_on_replicas(tmp_path: Path, mirrored: Any) -> None:
@@ -195,6 +290,27 @@ def test_an_overflow_is_left_out(tmp_path: Path) -> None:
     assert not np.array_equal(weights(trainer.model), before)
     assert 0 < int(optimizer.iterations) < 40
     assert "grad_norm" not in trainer.state.log_history[0]
+
+
+def test_a_model_that_computes_in_float16_is_trained_with_a_loss_scale(tmp_path: Path) -> None:
+    """Without fp16=True, too: gradients of 1e-8 would be 0."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        layers = [keras.Input((FEATURES,)), keras.layers.Dense(1, kernel_initializer="zeros")]
+        model = keras.Sequential(layers)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    data = make_data(256)[0], np.full((256, 1), 1e-6, np.float32)
+    trainer = make_trainer(tmp_path, model, data, per_device_train_batch_size=256)
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+    assert needs_loss_scale(model, keras.optimizers.SGD(0.1), "no")
+    assert not needs_loss_scale(model, trainer.optimizer, "no")
+    assert not needs_loss_scale(model, keras.optimizers.SGD(0.1, loss_scale_factor=64.0), "no")
+    assert not needs_loss_scale(make_model(), keras.optimizers.SGD(0.1), "no")
+    model.compile(keras.optimizers.SGD(0.1), "mse", auto_scale_loss=False)
+    assert not needs_loss_scale(model, model.optimizer, "no")
+    assert needs_loss_scale(model, model.optimizer, "fp16")
 
 
 def test_a_module_that_cannot_change_its_types_says_so(tmp_path: Path) -> None:

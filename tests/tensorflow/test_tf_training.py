@@ -367,6 +367,20 @@ def test_non_finite_updates(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_skipped_step_is_one_of_the_schedule(tmp_path: Path) -> None:
+    """Also if the run is resumed after it."""
+    x, y = make_data(24)
+    x[5] = np.inf
+    options: dict[str, Any] = {"train_sampling_strategy": "sequential", "nonfinite_policy": "skip"}
+    options |= {"learning_rate": 0.6, "save_strategy": "steps", "save_steps": 3}
+    for resume in (False, str(tmp_path / "checkpoint-3")):
+        trainer = make_trainer(tmp_path, Linear(), (x, y), **options)
+        trainer.train(resume_from_checkpoint=resume)
+        rates = [row.learning_rate for row in read_rows(tmp_path / JOURNAL_FILE)]
+        assert rates == pytest.approx([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+        assert int(np.asarray(trainer.optimizer.iterations)) == 5
+
+
 def test_a_run_rewinds_before_what_is_not_finite(tmp_path: Path) -> None:
     """As if the bad samples had never been there: the same weights, and the samples on record."""
     x, y = make_data(24)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paceline.core.optional import require
 from paceline.tensorflow.data.batches import map_leaves, to_array
 from paceline.tensorflow.framework import keras, tf
@@ -54,6 +56,7 @@ class CompiledModel:
         self.loss = getattr(model, "_compile_loss", None)
         self.metrics = getattr(model, "_compile_metrics", None)
         self._is_built = False
+        self._is_updated = False  # a function was traced that updates the metrics
 
     @property
     def has_loss(self) -> bool:
@@ -136,15 +139,23 @@ class CompiledModel:
         They stay empty on several replicas, where a batch may hold filler samples that Keras' metrics would count.
         """
         if num_replicas() == 1:
+            self._is_updated = True
             self.model.compute_metrics(features, labels, outputs, sample_weight=sample_weight)
         elif self.metrics is not None:
             logger.warning("Metrics of compile() are left out on several replicas: pass compute_metrics.")
 
-    def read_metrics(self) -> dict[str, Any]:
-        """Returns the model's metrics since their reset, including the losses of several outputs, by Keras' names."""
-        if self.metrics is not None and not self.metrics.built:
-            return {}  # no batch had labels
-        results: Mapping[str, Any] = self.model.get_metrics_result()
+    def read_metrics(self, has_labels: bool = True) -> dict[str, Any]:
+        """Returns the model's metrics since their reset, including the losses of several outputs, by Keras' names.
+
+        Args:
+            has_labels: a batch since the reset had labels. Without any, or with a `run_model` that does not update the
+                metrics, only those are returned that layers have updated: the others are 0 since the reset.
+        """
+        if has_labels and self._is_updated:
+            results: Mapping[str, Any] = self.model.get_metrics_result()
+        else:
+            updated = [each for each in self.model.metrics if any(np.any(to_array(value)) for value in each.variables)]
+            results = {each.name: each.result() for each in updated}
         return {name: to_array(value) for name, value in results.items() if name != "loss"}
 
 

@@ -24,9 +24,10 @@ from paceline.tensorflow.coupling import OF_STEP, CouplingCheck
 from paceline.tensorflow.data.batches import Array, map_leaves, rows, size_of, split_weights
 from paceline.tensorflow.framework import plain, tf
 from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
-from paceline.tensorflow.optim.optimizers import make_sum
+from paceline.tensorflow.optim.optimizers import make_sum, own_part
+from paceline.tensorflow.optim.schedules import count_skipped
 from paceline.tensorflow.overflow import Watch
-from paceline.tensorflow.placement import as_tensor, place
+from paceline.tensorflow.placement import as_tensor, gather, place
 from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
 from paceline.tensorflow.traced_errors import told_plainly
 from paceline.tensorflow.traces import describe, record
@@ -200,6 +201,7 @@ class TFEngine:
             emit("on_pre_optimizer_step")
         if self.asks_first and not math.isfinite(float(loss) + float(norm)):
             rate, applied = self.learning_rate(), False
+            count_skipped(self.optimizer, 1)
             self.discard()
         else:
             self.is_applying = True
@@ -389,10 +391,8 @@ class TFEngine:
         return tuple(self.strategy.experimental_local_results(value))
 
     def _gathered(self, outputs: object) -> Any:
-        """Returns the concatenated outputs of all replicas of this process."""
-        if self.num_replicas == 1:
-            return outputs
-        return tf.nest.map_structure(lambda leaf: tf.concat(self.local(leaf), 0), outputs)
+        """Returns the concatenated outputs of all replicas of this process that have samples of their own."""
+        return outputs if self.num_replicas == 1 else gather(self.strategy, outputs, self._counts)
 
     # ---- traced: one replica
 
@@ -502,7 +502,7 @@ class TFEngine:
         """Steps the optimizer. Returns the learning rate, and True if the step was applied."""
         rate = tf.identity(rate_of(self.optimizer))
         pairs = [
-            (value / self.num_replicas if self.num_replicas > 1 else value, variable)  # Keras sums over replicas again
+            (own_part(value, variable, has_loss_scale(self.optimizer)) if self.num_replicas > 1 else value, variable)
             for value, variable in zip(gradients, self.trainables, strict=True)
             if value is not None
         ]
@@ -518,7 +518,9 @@ class TFEngine:
             self.optimizer.apply_gradients(pairs)
             return tf.constant(True)
 
-        return rate, tf.cond(is_finite, apply, lambda: tf.constant(False))
+        applied = tf.cond(is_finite, apply, lambda: tf.constant(False))
+        count_skipped(self.optimizer, tf.cast(~applied, tf.int64))
+        return rate, applied
 
     def _prepare_sums(self) -> None:
         """Creates the variables that accumulate gradients, unless they exist."""

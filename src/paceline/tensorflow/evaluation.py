@@ -52,6 +52,7 @@ class Predictor:
         self._share = Share(None, None)
         self._loss: Any = None
         self._is_prediction = False  # set while a replica is traced
+        self._is_prepared = False  # for batches with labels
         self.num_traces = 0
         compiles = self.xla and self.strategy.num_replicas_in_sync == 1
         self._coupling = CouplingCheck(OF_EVALUATION)  # of evaluations of several parts
@@ -66,7 +67,8 @@ class Predictor:
             precision: precision of the evaluation; each precision has its own trace.
             is_prediction: without labels no loss is computed.
         """
-        if self.num_traces == 0:
+        if not self._is_prepared:
+            self._is_prepared = batch[1] is not None
             with self.strategy.scope():
                 self.objective.prepare(batch)
             self.objective.check_replicas(int(self.strategy.num_replicas_in_sync), 1)
@@ -109,16 +111,21 @@ class Predictor:
             results: the result of that call.
         """
         losses, outputs = results
-        size = size_of(batch[0])
-        sizes = [part for part in self._sizes(size) if part]
         with told_plainly():
-            found = None if losses[0] is None else [map_leaves(to_array, loss) for loss in losses]
-            own = float(count(*batch)[self.objective.kind])
-            loss = None if found is None else mean_of(found, own, size)
-            parts = [map_leaves(to_host, output) for output in outputs[: len(sizes)]]
+            loss = None if losses[0] is None else self._mean(batch, losses)
+            # a replica without a sample of its own has predicted a copy of the first one
+            sizes = self._sizes(size_of(batch[0])) if len(outputs) > 1 else [1]
+            parts = [map_leaves(to_host, output) for output, size in zip(outputs, sizes, strict=True) if size]
         return loss, parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *rows: join(rows), *parts)
 
+    def _mean(self, batch: tuple[Any, Any], losses: Sequence[Mapping[int, Any]]) -> tuple[float, float, float]:
+        """Returns (loss, its weight, layers' losses) of a batch, from what was measured on each replica."""
+        [kind] = losses[0]
+        found = [map_leaves(to_array, loss[kind]) for loss in losses]
+        return mean_of(found, float(count(*batch)[kind]), size_of(batch[0]))
+
     def _sizes(self, size: int) -> list[int]:
+        """Returns the samples of each replica of this process, as `share_out` splits them."""
         num = 1 if self.strategy.num_replicas_in_sync == 1 else len(self.strategy.extended.worker_devices)
         bounds = [size * part // num for part in range(num + 1)]
         return [stop - start for start, stop in itertools.pairwise(bounds)]
@@ -160,7 +167,8 @@ class Predictor:
         """Returns the predictions of one replica and stores its loss; the body of `TFTrainer.prediction_step`."""
         loss, outputs = run_model(features, labels, False)
         if loss is not None:
-            self._loss = self.objective.measure(loss, labels, self._share)
+            measured = self.objective.measure(loss, labels, self._share)
+            self._loss = {self.objective.kind: measured}  # of this trace: a later one may have another kind of loss
         return outputs
 
 
@@ -255,6 +263,7 @@ class Gathering:
         self.weight = 0.0
         self.num_samples = 0
         self.layers = 0.0  # the layers' losses, times the samples
+        self.has_labels = False  # of a batch so far
         names = ("predictions", "label_ids", "inputs", "losses", *self.extra_rows)
         self.kept = {name: RowCollector(self.settings.concatenates, disk_buffer=self.disk_buffer) for name in names}
 
@@ -279,6 +288,7 @@ class Gathering:
         size = size_of(features)
         labels, _ = split_weights(labels)
         self.num_samples += size
+        self.has_labels = self.has_labels or labels is not None
         if loss is not None:
             mean, weight, layers = loss
             self.loss, self.weight = self.loss + mean * weight, self.weight + weight
@@ -390,7 +400,7 @@ class Evaluator:
             rows = seen.rows()
         metrics = seen.metrics(rows, is_evaluation)
         if self.compiled is not None:
-            metrics = {**self.compiled.read_metrics(), **metrics}
+            metrics = {**self.compiled.read_metrics(seen.has_labels), **metrics}
         if self.augmented is not None:
             metrics.update(self.augmented.finish(rows))
         loss = seen.mean_loss()

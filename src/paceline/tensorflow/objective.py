@@ -184,6 +184,9 @@ class Objective:
         if labels is None:
             is_alone = training and getattr(self.model, "losses", None)
             return tf.constant(0.0) if is_alone else None, predictions_of(outputs)
+        if self.compiled is not None and not training:  # with metrics and no loss
+            weights = None if self._share is None else self._share.sample_weight
+            self.compiled.update_metrics(features, labels, outputs, weights)
         return self.loss_of(outputs, labels, num_items), predictions_of(outputs)
 
     def call(self, features: Any, training: bool, given: Mapping[str, Any]) -> Any:

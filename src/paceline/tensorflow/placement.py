@@ -1,4 +1,4 @@
-"""Places batches on the replicas of a strategy, with the counts that weight each part."""
+"""Places batches on the replicas of a strategy, with the counts that weight each part, and gathers their outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from paceline.tensorflow.data.batches import Array, map_leaves, share_out
 from paceline.tensorflow.devices import cluster_of
 from paceline.tensorflow.framework import tf
-from paceline.tensorflow.objective import NUM_COUNTS, count
+from paceline.tensorflow.objective import NUM_COUNTS, SAMPLES, count
 
 
 def place(strategy: Any, batch: Any, totals: Array | None) -> tuple[Any, Any, Any]:
@@ -44,6 +44,23 @@ def place(strategy: Any, batch: Any, totals: Array | None) -> tuple[Any, Any, An
     ]  # fmt: skip
     features, labels = tf.nest.pack_sequence_as(parts[0][0], spread[:-1])
     return features, labels, spread[-1]
+
+
+def gather(strategy: Any, outputs: object, counts: Any) -> Any:
+    """Returns the concatenated outputs of the replicas of this process that have samples of their own; traced.
+
+    Args:
+        strategy: the strategy of the run.
+        outputs: a nest, with tensors of each replica as leaves.
+        counts: the counts of each replica, as `place` gives them.
+    """
+    local = strategy.experimental_local_results
+    ends = [tf.where(own[0, SAMPLES] > 0, tf.int32.max, 0) for own in local(counts)]
+
+    def join(leaf: Any) -> Any:
+        return tf.concat([part[:end] for part, end in zip(local(leaf), ends, strict=True)], 0)
+
+    return tf.nest.map_structure(join, outputs)
 
 
 def as_tensor(leaf: object) -> Any:

@@ -73,6 +73,21 @@ def has_loss_scale(optimizer: object) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or hasattr(optimizer, "get_scaled_loss")
 
 
+def needs_loss_scale(model: object, optimizer: object, precision: str) -> bool:
+    """True if small gradients would be 0 in float16: of "fp16", and of a Keras model built under `mixed_float16`.
+
+    False if the optimizer scales already, and for that of `compile()`, which Keras has wrapped unless told not to.
+    """
+    if has_loss_scale(optimizer):
+        return False
+    if precision == "fp16":
+        return True
+    is_compiled = getattr(model, "optimizer", None) is optimizer
+    is_scaled = getattr(optimizer, "loss_scale_factor", None) is not None
+    is_known = isinstance(model, keras.Model) and isinstance(optimizer, keras.optimizers.Optimizer)
+    return is_known and not is_compiled and not is_scaled and computes_in(model, POLICIES["fp16"])
+
+
 def scale_loss(optimizer: object, loss: object) -> Any:
     """Returns the loss multiplied by the factor by which the optimizer divides the gradients."""
     if hasattr(optimizer, "get_scaled_loss"):  # of tf_keras

@@ -53,7 +53,7 @@ from paceline.tensorflow.objective import Objective
 from paceline.tensorflow.optim.averages import WeightAverages, averaging, make_averages, warn_of_average
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overflow import Watch
-from paceline.tensorflow.precision import evaluation_precision, has_loss_scale, in_precision
+from paceline.tensorflow.precision import evaluation_precision, in_precision, needs_loss_scale
 from paceline.tensorflow.randomness import hold_generators, seed_everything
 from paceline.tensorflow.rollback import Rollback, Snapshot
 from paceline.tensorflow.traces import trace_again
@@ -258,7 +258,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
             self.optimizer = self.lr_scheduler = None
         with self.strategy.scope():
             self.facade.create_optimizer_and_scheduler(plan.max_steps)
-            if plan.precision == "fp16" and not has_loss_scale(self.optimizer):
+            if needs_loss_scale(self.model, self.optimizer, plan.precision):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
             build = getattr(self.optimizer, "build", None)
             if callable(build) and not getattr(self.optimizer, "built", False):

@@ -162,6 +162,27 @@ def make_sum(value: Any, aggregation: object = None) -> Any:
         )
 
 
+def own_part(value: Any, variable: Any, has_loss_scale: bool) -> Any:
+    """Returns this replica's part of a gradient that is the same on all replicas; Keras adds up the parts.
+
+    It is the whole on the first replica, and 0 on the others, since Keras clips (`clipnorm`, `global_clipnorm`,
+    `clipvalue`) before it adds up.
+
+    Args:
+        value: the gradient, a dense tensor.
+        variable: the variable of the gradient.
+        has_loss_scale: the optimizer scales the loss. Each worker then looks at its own part to decide if the step is
+            applied, so that what is not finite is in each.
+    """
+    context = tf.distribute.get_replica_context()
+    if getattr(variable, "overwrite_with_gradient", False):  # a scale of float8, which each replica assigns
+        return value / context.num_replicas_in_sync
+    is_kept = tf.equal(context.replica_id_in_sync_group, 0)
+    if has_loss_scale:
+        is_kept |= ~tf.math.is_finite(value)
+    return tf.where(is_kept, value, tf.zeros_like(value))
+
+
 def create_optimizer(
     init_lr: float,
     num_train_steps: int,

@@ -97,6 +97,7 @@ class PhasedSchedule(StepSchedule):
         """
         self.schedule, self.start = schedule, start
         self.scale.assign(1.0)
+        self.skipped.assign(0)
 
     def rate(self, step: int) -> float:
         """Returns the rate of an optimizer step of the run, 0-based."""
@@ -104,7 +105,7 @@ class PhasedSchedule(StepSchedule):
 
     def __call__(self, step: object) -> Any:
         """Returns the rate of an optimizer step of the run, 0-based: a float32 scalar."""
-        return self.schedule(tf.cast(step, tf.int64) - self.start) * self.scale
+        return self.schedule(tf.cast(step, tf.int64) + self.skipped - self.start) * self.scale
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make a schedule equal to that of the phase."""

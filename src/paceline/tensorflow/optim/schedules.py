@@ -24,7 +24,8 @@ LearningRateSchedule: Any = keras.optimizers.schedules.LearningRateSchedule
 class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
     """A closed-form schedule by its name.
 
-    Its rates can be scaled during a run. The scale is a variable, which a compiled optimizer step reads each time.
+    Its rates can be scaled during a run, and steps that are skipped count as steps (`count_skipped`). Both are held in
+    variables, which a compiled optimizer step reads each time.
 
     Args:
         name: as in `lr_scheduler_type`.
@@ -61,6 +62,9 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
         size = self.num_training_steps + 1
         self.rates = np.fromiter(map(self.rate, range(size)), np.float32, size) if size <= MAX_TABLE else None
         self.scale = tf.Variable(1.0, trainable=False, dtype=tf.float32)  # of all rates, changed during a run
+        # steps that the optimizer did not apply, and did not count
+        once = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, aggregation=once)
 
     def rate(self, step: int) -> float:
         """Returns the rate of an optimizer step, 0-based."""
@@ -68,7 +72,7 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
 
     def __call__(self, step: object) -> Any:
         """Returns the rate of an optimizer step, 0-based: a float32 scalar."""
-        place = tf.minimum(tf.cast(step, tf.int64), self.num_training_steps)
+        place = tf.minimum(tf.cast(step, tf.int64) + self.skipped, self.num_training_steps)
         if self.rates is not None:
             return tf.gather(tf.constant(self.rates), place) * self.scale
         rate = tf.numpy_function(lambda step: np.float32(self.rate(step)), [place], tf.float32, stateful=False)
@@ -78,17 +82,32 @@ class StepSchedule(LearningRateSchedule):  # type: ignore[misc]
         """Multiplies the rates from the next optimizer step on."""
         self.scale.assign(float(self.scale.numpy()) * factor)
 
-    def state_dict(self) -> dict[str, float]:
-        """Returns the scale of the rates."""
-        return {"scale": float(self.scale.numpy())}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scale of the rates, and the number of skipped steps."""
+        return {"scale": float(self.scale.numpy()), "skipped": int(self.skipped.numpy())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the scale of the rates."""
+        """Loads the scale of the rates, and the number of skipped steps, which earlier versions did not save."""
         self.scale.assign(state["scale"])
+        self.skipped.assign(state.get("skipped", 0))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make an equal schedule."""
         return config_of(self)
+
+
+def count_skipped(optimizer: object, number: Any) -> None:
+    """Lets the schedule of an optimizer go on by steps that were not applied, which the optimizer does not count.
+
+    A schedule that is no `StepSchedule` follows the optimizer's count alone.
+
+    Args:
+        optimizer: a Keras optimizer, which may be inside a LossScaleOptimizer.
+        number: the steps, a whole number or an int64 scalar.
+    """
+    schedule = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    if isinstance(schedule, StepSchedule):
+        schedule.skipped.assign_add(number)
 
 
 class WarmUp(LearningRateSchedule):  # type: ignore[misc]
