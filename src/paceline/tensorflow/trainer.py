@@ -105,8 +105,10 @@ class TFTrainer(HubNames):
         data_collator: a list of samples -> a batch; None pads with `processing_class` if it can, else stacks.
         processing_class: a tokenizer or processor, which pads batches and is saved with the model.
         model_init: called without arguments, in the strategy's scope, to create a new model in each `train`.
-        compute_loss_func: `(outputs, labels) -> loss`, optionally with `num_items_in_batch`; the loss has one entry per
-            sample or target, or is a scalar mean.
+        compute_loss_func: `(outputs, labels) -> loss`; the loss has one entry per sample or target, or is a scalar
+            mean. With a parameter `num_items_in_batch`, it gets the number of targets in `labels`, by which it may
+            divide the sum of their losses; with loss_weight="scaled", that of the whole optimizer step, and the loss of
+            a training is used as it is.
         callbacks: used in addition to the default ones; classes or instances, also of Keras.
         preprocess_logits_for_metrics: `(predictions, labels) -> predictions to store`, on arrays of one batch.
         strategy: a `tf.distribute.Strategy`; None: that of the scope in which the model was built, else
