@@ -176,3 +176,28 @@ def test_a_mean_over_something_else_is_warned_of(tmp_path: Path, caplog: pytest.
         trainer = make_trainer(tmp_path, make_model(), make_data(16), compute_loss_func=function, **options)
         trainer.train()
         assert ("couples the samples of a batch" in caplog.text) == (function is mean_over_positives)
+
+
+class Labelled(keras.Model):  # type: ignore[misc]
+    """Takes the labels and computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(CLASSES)
+
+    def call(self, x: Any, labels: Any = None) -> Any:
+        outputs = self.layer(x)
+        return outputs if labels is None else (sums(outputs, labels)[0], outputs)
+
+
+def test_label_smoothing_of_another_loss_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"label_smoothing_factor": 0.1, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"^label_smoothing_factor=0\.1: with compute_loss_func the loss is that"):
+        make_trainer(tmp_path, Linear(), DATA, compute_loss_func=ignores, **options)
+    model = Labelled()
+    model(FEATURES_OF_ALL)
+    trainer = make_trainer(tmp_path, model, DATA, **options)
+    for run in (lambda: trainer.evaluate(DATA), trainer.train):
+        with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1: the model takes `labels` and returns"):
+            run()
+    assert trainer.predict(FEATURES_OF_ALL).predictions.shape == (SIZE, CLASSES)

@@ -102,7 +102,7 @@ class Objective:
         has_layer_losses: `add_loss` and regularisers are added to the loss; known once the loss was traced.
 
     Raises:
-        ValueError: `loss_weight` is not supported.
+        ValueError: `loss_weight` is not supported, or there is no loss that `label_smoothing` could be applied to.
     """
 
     model: Any
@@ -116,6 +116,11 @@ class Objective:
             raise ValueError("loss_weight cannot be a function with TensorFlow: give a name, or compute_loss_func.")
         if self.loss_weight == "sum":
             raise ValueError("loss_weight='sum' is not known with TensorFlow: give compute_loss_func, with a mean.")
+        if self.label_smoothing and self.compute_loss_func is not None:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing}: with compute_loss_func the loss is that function's; "
+                "smooth the targets there, and set label_smoothing_factor=0."
+            )
         self.compiled = compiled_model(self.model) if self.compute_loss_func is None else None
         self.default_loss = DefaultLoss(self.label_smoothing)
         self.kind = TOKENS
@@ -192,11 +197,19 @@ class Objective:
             features, labels: the batch, without sample weights.
             training: the mode of the model.
             num_items: targets of the whole optimizer step, for a `compute_loss_func` that has to divide by them.
+
+        Raises:
+            ValueError: an option cannot be applied to the loss of this model.
         """
         wanted = self.takes_labels and self.compute_loss_func is None
         given = {}
         if wanted and labels is not None:
             given = dict(labels) if isinstance(labels, Mapping) else {"labels": labels}
+        if given and self.label_smoothing:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing}: the model takes `labels` and returns a loss of its "
+                "own; smooth the targets there, or in a compute_loss_func, and set label_smoothing_factor=0."
+            )
         share = self._share
         outputs = self.call(features, training, given)
         self._share = share  # replicas share this object, and a layer that waits for the others lets them begin
