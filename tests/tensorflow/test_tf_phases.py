@@ -157,6 +157,13 @@ def test_what_is_not_possible_is_refused_before_the_first_step(
     assert not watch.weights
 
 
+def test_a_schedule_of_ones_own_is_refused_beside_model_init_too(tmp_path: Path) -> None:
+    pair = (None, keras.optimizers.schedules.ExponentialDecay(1.0, 1, 1.0))
+    options: dict[str, Any] = {"phases": [Phase("a")], "model_init": make_model, "optimizers": pair, "max_steps": 2}
+    with pytest.raises(UnsupportedOption, match="phases with a learning-rate schedule of your own"):
+        make_trainer(tmp_path, None, make_data(8), **options).train()
+
+
 def test_overridden_methods_that_would_decide_are_refused(tmp_path: Path) -> None:
     class Own(TFTrainer):
         def run_model(self, features: Any, labels: Any, training: bool) -> Any:

@@ -126,8 +126,8 @@ def names_of(objective: Objective) -> list[str]:
     """Returns the names of the losses that can be checked: those computed from outputs and labels alone."""
     compiled = objective.compiled
     if objective.compute_loss_func is not None:
-        is_mean = not objective.takes_count and objective.loss_weight != "scaled"
-        return [getattr(objective.compute_loss_func, "__name__", "compute_loss_func")] if is_mean else []
+        name = getattr(objective.compute_loss_func, "__name__", "compute_loss_func")
+        return [] if objective.loss_weight == "scaled" else [name]
     if compiled is None or compiled.loss is None or compiled.has_own_loss:
         return []
     losses = [one.loss for one in getattr(compiled.loss, "_flat_losses", None) or () if one.loss is not None]
@@ -141,12 +141,14 @@ def loss_sum(objective: Objective, features: object, labels: object, outputs: ob
     counts = count(rows(features, start, stop), map_leaves(lambda leaf: leaf.numpy(), labels))
     own = tf.constant(counts, tf.float32)
     labels, weights = split_weights(labels)
-    objective.begin(Share(own, tf.ones([NUM_COUNTS]), weights))
     part = tf.nest.map_structure(lambda leaf: rows_of_output(leaf, start, stop, size), outputs)
     compiled = objective.compiled
     if compiled is not None:
         return float(sum(one.total for one in compiled.parts(labels, part, weights, own[0], True)))
-    return float(objective.weigh(objective.loss_of(part, labels, None), labels, own, tf.ones([NUM_COUNTS])))
+    objective.begin(Share(own, tf.ones([NUM_COUNTS]), weights))
+    loss = objective.loss_of(part, labels, None)
+    objective.end()
+    return float(objective.weigh(loss, labels, own, tf.ones([NUM_COUNTS])))
 
 
 def rows_of_output(leaf: Any, start: int, stop: int, size: int) -> Any:

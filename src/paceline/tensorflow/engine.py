@@ -346,7 +346,10 @@ class TFEngine:
         labels, sample_weight = split_weights(labels)
         self._share = Share(counts[0], counts[1], sample_weight, divisors)
         self._traced_loss, self._traced_outputs = None, None
-        return function(features, labels, self.num_items)
+        self.objective.begin(self._share, is_of_step=True)  # for a training_step that does not call `gradients`
+        results = function(features, labels, self.num_items)
+        self.objective.end()
+        return results
 
     @property
     def num_items(self) -> Any:

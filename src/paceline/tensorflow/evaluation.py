@@ -161,6 +161,7 @@ class Predictor:
         self._share, self._loss = Share(counts[0], counts[1], sample_weight), None
         self.objective.begin(self._share, self._is_prediction)
         outputs = self.prediction_step(features, labels, counts[1][0])
+        self.objective.end()
         return self._loss, outputs
 
     def predict(self, features: object, labels: object, run_model: Callable[..., Any]) -> Any:

@@ -4,6 +4,11 @@ As on the torch side, the loss of an optimizer step is the sum over its samples 
 replicas, divided by their number. A loss with an entry per sample or target is summed; a scalar is treated as a mean
 and multiplied by its number of samples or targets. A compiled loss of Keras 3 is split into its sum and Keras' divisor,
 so that an optimizer step equals Keras' step on all its samples as one batch.
+
+A `compute_loss_func` with a parameter `num_items_in_batch` gets the number of targets in the labels that it is called
+with, not that of the optimizer step. A function that divides its sum by the number and one that ignores it and returns
+a mean then return the same, and both are weighted as means. `loss_weight="scaled"` declares a function that has to
+divide by the number of the whole step.
 """
 
 from __future__ import annotations
@@ -87,13 +92,17 @@ class Objective:
     Args:
         model: a Keras model (3, or tf_keras), a TF model of transformers, or any callable `tf.Module`.
         compute_loss_func: `(outputs, labels[, num_items_in_batch]) -> loss`, used instead of the model's own loss.
-        loss_weight: the unit over which a scalar loss is a mean, as in the arguments; None: targets.
+        loss_weight: the unit over which a scalar loss is a mean, as in the arguments; None: targets. "scaled": that of
+            a training is divided for the whole optimizer step, that of an evaluation is a mean.
         label_smoothing: share of the target that is spread over all classes, for the default loss.
 
     Attributes:
         kind: index of the count that divides the loss; known once the loss was traced.
         compiled: the losses and metrics of a compiled Keras 3 model; None if they do not define the loss.
         has_layer_losses: `add_loss` and regularisers are added to the loss; known once the loss was traced.
+
+    Raises:
+        ValueError: `loss_weight` is not supported, or there is no loss that `label_smoothing` could be applied to.
     """
 
     model: Any
@@ -107,6 +116,11 @@ class Objective:
             raise ValueError("loss_weight cannot be a function with TensorFlow: give a name, or compute_loss_func.")
         if self.loss_weight == "sum":
             raise ValueError("loss_weight='sum' is not known with TensorFlow: give compute_loss_func, with a mean.")
+        if self.label_smoothing and self.compute_loss_func is not None:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing}: with compute_loss_func the loss is that function's; "
+                "smooth the targets there, and set label_smoothing_factor=0."
+            )
         self.compiled = compiled_model(self.model) if self.compute_loss_func is None else None
         self.default_loss = DefaultLoss(self.label_smoothing)
         self.kind = TOKENS
@@ -120,6 +134,7 @@ class Objective:
         self.takes_weights = "sample_weight" in own
         # state of the pass that is being traced
         self._share: Share | None = None
+        self._is_of_step = False
         self._is_prediction = False
         self._is_weighted = False
         self._taken: tuple[Any, list[Part]] | None = None
@@ -154,29 +169,50 @@ class Objective:
 
     # ---- calling the model
 
-    def begin(self, share: Share, is_prediction: bool = False) -> None:
+    def begin(self, share: Share, is_prediction: bool = False, is_of_step: bool = False) -> None:
         """Sets the share of the batch before `run` is traced.
 
         Args:
             share: the batch's share of the optimizer step.
             is_prediction: without labels no loss is computed.
+            is_of_step: nothing weights the loss, so `compute_loss_func` has to divide it for the whole optimizer step.
         """
         self._share = share
         self._is_prediction = is_prediction
+        self._is_of_step = is_of_step
         self._is_weighted = False
         self._taken = None
         self.has_layer_losses = True
+
+    def end(self) -> None:
+        """Forgets the share: the loss of a call of `run` that no `begin` precedes has no counts or weights of it."""
+        self._share = None
 
     def run(self, features: object, labels: object, training: bool, num_items: object = None) -> tuple[Any, Any]:
         """Returns (loss, outputs) of a batch; the loss is None without labels, unless the model computes one itself.
 
         The loss excludes `add_loss` and regularisers, unless a model's own `compute_loss` includes them.
+
+        Args:
+            features, labels: the batch, without sample weights.
+            training: the mode of the model.
+            num_items: targets of the whole optimizer step, for a `compute_loss_func` that has to divide by them.
+
+        Raises:
+            ValueError: an option cannot be applied to the loss of this model.
         """
         wanted = self.takes_labels and self.compute_loss_func is None
         given = {}
         if wanted and labels is not None:
             given = dict(labels) if isinstance(labels, Mapping) else {"labels": labels}
+        if given and self.label_smoothing:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing}: the model takes `labels` and returns a loss of its "
+                "own; smooth the targets there, or in a compute_loss_func, and set label_smoothing_factor=0."
+            )
+        share = self._share
         outputs = self.call(features, training, given)
+        self._share = share  # replicas share this object, and a layer that waits for the others lets them begin
         if wanted and given:
             return read_outputs(outputs)
         if self.compiled is not None and self.compiled.has_loss:
@@ -238,7 +274,7 @@ class Objective:
     def loss_of(self, outputs: object, labels: object, num_items: object) -> Any:
         """Returns the loss by `compute_loss_func`, by the compiled loss of a tf_keras model, or the default loss."""
         if self.compute_loss_func is not None:
-            options = {"num_items_in_batch": num_items} if self.takes_count else {}
+            options = {"num_items_in_batch": self._count_to_divide_by(num_items)} if self.takes_count else {}
             if self.takes_weights:
                 self._is_weighted = True
                 options["sample_weight"] = None if self._share is None else self._share.sample_weight
@@ -250,6 +286,18 @@ class Objective:
                 raise ValueError(f"label_smoothing_factor={self.label_smoothing}: set it in the compiled loss instead.")
             return foreign_loss(compiled, outputs, labels)
         return self._weighted(self.default_loss(predictions_of(outputs), labels))
+
+    def _count_to_divide_by(self, num_items: object) -> Any:
+        """Returns the `num_items_in_batch` of `compute_loss_func`.
+
+        It is that of the batch, at least 1 (a batch without targets has no weight, and must not give NaN), so that the
+        result is a mean whether the function divides by it or not. It is that of the optimizer step, `num_items`, if
+        the loss is not weighted afterwards.
+        """
+        is_of_step = self._is_of_step or self.loss_weight == "scaled"
+        if self._share is None or (is_of_step and num_items is not None):
+            return num_items
+        return tf.maximum(self._share.own[TOKENS], 1.0)
 
     def _weighted(self, losses: Any) -> Any:
         """Returns losses with an entry per target, multiplied by the sample weights."""
@@ -303,7 +351,7 @@ class Objective:
         """
         self.check_weights(share)
         if self._taken is None or loss is not self._taken[0]:
-            part = self.weigh(loss, labels, share.own, share.totals)
+            part = self.weigh(loss, labels, share.own, share.totals, is_scaled=self.loss_weight == "scaled")
             return self.with_layers(part, part, share)
         totals = [part.divisor for part in self._taken[1]] if share.divisors is None else tf.unstack(share.divisors)
         pairs = list(zip(self._taken[1], totals, strict=True))
@@ -356,7 +404,7 @@ class Objective:
             found[f"{form} {place}"] = tf.where(share.own[SAMPLES] > 0, values, tf.zeros_like(values))
         return found
 
-    def weigh(self, loss: Any, labels: object, own: Any, totals: Any) -> Any:
+    def weigh(self, loss: Any, labels: object, own: Any, totals: Any, is_scaled: bool = False) -> Any:
         """Returns a loss's contribution to its optimizer step, a float32 scalar.
 
         Args:
@@ -364,6 +412,7 @@ class Objective:
             labels: the labels of the same batch.
             own: float32 (4,), the counts of this batch; all 0 for a dummy batch that only fills a replica.
             totals: float32 (4,), the counts of the optimizer step.
+            is_scaled: a scalar is divided for the whole optimizer step already; otherwise it is a mean.
 
         Raises:
             ValueError: the loss has another shape.
@@ -373,7 +422,6 @@ class Objective:
         self.kind, mask = self.kind_of(loss, labels, is_scalar)
         if is_scalar:
             mean = tf.reshape(loss, [])
-            is_scaled = self.loss_weight == "scaled" or (self.loss_weight is None and self.takes_count)
             part = mean if is_scaled else tf.math.divide_no_nan(mean * own[self.kind], totals[self.kind])
             # the mean over a batch without targets may be NaN
             return tf.where(own[self.kind] > 0, part, tf.zeros_like(part))

@@ -113,7 +113,9 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         world: the workers and their devices.
         model: the model as the user gave it, or the latest one from `model_init`.
         optimizer, lr_scheduler: given by the user, or created for the latest run; None before.
-        has_own_optimizer: the optimizer was created by the Trainer, with a schedule of the length of one run.
+        has_own_optimizer: the optimizer was created by the Trainer, and the next run recreates it.
+        has_own_schedule: the schedule was created by the Trainer, or by an override, and has the length of one run. A
+            schedule that the user gave is used by all runs.
         strategy: places the replicas.
         objective: calls the model and computes its loss.
         engine: the compiled optimizer step; recreated by each run.
@@ -126,6 +128,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
     optimizer: Kept[Any] = Kept()
     lr_scheduler: Kept[Any] = Kept()
     has_own_optimizer: Kept[bool] = Kept()
+    has_own_schedule: Kept[bool] = Kept()
     strategy: Kept[Any] = Kept()
     objective: Kept[Objective] = Kept()
     engine: Kept[TFEngine | None] = Kept()
@@ -254,10 +257,14 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def prepare_optimizer(self, plan: Plan) -> None:
         """Creates the optimizer if there is none, and its variables; with float16, adds loss scaling."""
-        if self.has_own_optimizer:  # its schedule had the length of the previous run
-            self.optimizer = self.lr_scheduler = None
+        if self.has_own_optimizer:
+            self.optimizer, self.has_own_optimizer = None, False
+            if self.has_own_schedule:  # it had the length of the previous run
+                self.lr_scheduler, self.has_own_schedule = None, False
+        given = self.lr_scheduler
         with self.strategy.scope():
             self.facade.create_optimizer_and_scheduler(plan.max_steps)
+            self.has_own_schedule |= self.lr_scheduler is not given
             if needs_loss_scale(self.model, self.optimizer, plan.precision):
                 self.optimizer = keras.optimizers.LossScaleOptimizer(self.optimizer)
             build = getattr(self.optimizer, "build", None)
@@ -341,7 +348,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def describe_parts(self, engine: TFEngine) -> list[str]:
         """Returns the lines of the header about the optimizer and the memory."""
-        if self.has_own_optimizer:
+        if self.has_own_optimizer and self.has_own_schedule:
             rate, schedule = self.options.learning_rate, str(self.options.lr_scheduler_type)
         else:
             schedule = "constant" if self.lr_scheduler is None else type(self.lr_scheduler).__name__

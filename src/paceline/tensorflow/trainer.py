@@ -100,20 +100,24 @@ class TFTrainer(HubNames):
         tb_writer: a result of `tf.summary.create_file_writer`, or an object with `add_scalar`, `add_text`, `flush` and
             `close`, for the TensorBoard reporter.
         optimizers: (Keras optimizer, learning-rate schedule) to use instead of those that the arguments name. Without
-            it, the optimizer that the model was compiled with is used, unless it is the default of `compile()`.
+            it, the optimizer that the model was compiled with is used, unless it is the default of `compile()`. With
+            `model_init`, only a schedule.
         data_collator: a list of samples -> a batch, where a sample of arrays is a row of each; None pads with
             `processing_class` if it can, else stacks. Refused for a tf.data.Dataset and a PyDataset.
         processing_class: a tokenizer or processor, which pads batches and is saved with the model.
         model_init: called without arguments, in the strategy's scope, to create a new model in each `train`.
-        compute_loss_func: `(outputs, labels) -> loss`, optionally with `num_items_in_batch`; the loss has one entry per
-            sample or target, or is a scalar mean.
+        compute_loss_func: `(outputs, labels) -> loss`; the loss has one entry per sample or target, or is a scalar
+            mean. With a parameter `num_items_in_batch`, it gets the number of targets in `labels`, by which it may
+            divide the sum of their losses; with loss_weight="scaled", that of the whole optimizer step, and the loss of
+            a training is used as it is.
         callbacks: used in addition to the default ones; classes or instances, also of Keras.
         preprocess_logits_for_metrics: `(predictions, labels) -> predictions to store`, on arrays of one batch.
         strategy: a `tf.distribute.Strategy`; None: that of the scope in which the model was built, else
             `args.strategy`.
 
     Raises:
-        ValueError, TypeError: an argument is invalid or contradicts another; the message says what to change.
+        ValueError, TypeError, RuntimeError: an argument is invalid or contradicts another; the message says what to
+            change.
     """
 
     args: TFTrainingArguments
@@ -124,6 +128,7 @@ class TFTrainer(HubNames):
     augmented: AugmentedSteps | None = None  # of the evaluation in progress
     ensemble_host = "paceline.tensorflow.ensemble"
     has_own_optimizer: bool = False  # the Trainer created the optimizer, and the next `train` recreates it
+    has_own_schedule: bool = False  # ... and the schedule
 
     def _make_session(self) -> Session:
         return session_of(self, self._own_options.phases)
@@ -157,7 +162,7 @@ class TFTrainer(HubNames):
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.data_collator, self.processing_class = data_collator, processing_class
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
-        self.optimizer, self.lr_scheduler = optimizer_pair(optimizers)
+        self.optimizer, self.lr_scheduler = optimizer_pair(optimizers, model_init is not None)
         self.world = current_world(self.args)
         build_by_itself(model)
         self.strategy = choose_strategy(strategy, model, lambda: self.args.strategy)
@@ -213,7 +218,7 @@ class TFTrainer(HubNames):
         )
 
     def remake_model(self) -> None:
-        """Creates a new model with `model_init`, if given, and lets the run create a new optimizer."""
+        """Creates a new model with `model_init`, if given, and lets the run create a new optimizer for it."""
         if self.model_init is not None:
             self.use_model(self.make_model())
             self.has_own_optimizer = True
@@ -298,7 +303,7 @@ class TFTrainer(HubNames):
         if self.optimizer is not None:
             return
         if self.lr_scheduler is None:
-            self.lr_scheduler = parts.schedule_of(self, num_training_steps)
+            self.lr_scheduler, self.has_own_schedule = parts.schedule_of(self, num_training_steps), True
         follows = isinstance(self.lr_scheduler, FollowingSchedule)
         rate = self.lr_scheduler.learning_rate if follows else self.lr_scheduler
         self.optimizer = parts.optimizer_of(self, rate)

@@ -274,3 +274,34 @@ def test_a_rate_that_follows_the_evaluations(tmp_path: Path) -> None:
     options |= {"lr_scheduler_kwargs": {}, "warmup_steps": 3}
     with pytest.raises(ValueError, match="has no warm-up"):
         make_trainer(tmp_path / "wrong", make_model(), make_data(8), **options).train()
+
+
+def test_an_optimizer_beside_model_init_is_refused(tmp_path: Path) -> None:
+    """It would hold the variables of another model; a schedule holds none."""
+    options: dict[str, Any] = {"model_init": make_model, "optimizers": (keras.optimizers.SGD(0.5), None)}
+    with pytest.raises(RuntimeError, match=r"^Passing a `model_init` is incompatible with providing the `optimizers`"):
+        make_trainer(tmp_path, None, DATA, **options)
+
+
+@pytest.mark.parametrize("has_init", [False, True])
+def test_a_schedule_of_ones_own_is_that_of_every_run(tmp_path: Path, has_init: bool) -> None:
+    """Of two runs of a Trainer, which makes the optimizer anew."""
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.5, 0.25])
+    model, init = (None, make_model) if has_init else (make_model(), None)
+    trainer = make_trainer(tmp_path, model, DATA, model_init=init, optimizers=(None, schedule), optim="sgd")
+    optimizers = []
+    for _ in range(2):
+        trainer.train(resume_from_checkpoint=False)
+        assert trainer.lr_scheduler is schedule
+        assert [row["learning_rate"] for row in trainer.state.log_history if "loss" in row] == [0.5, 0.25]
+        optimizers.append(trainer.optimizer)
+    assert optimizers[0] is not optimizers[1]
+
+
+def test_a_schedule_that_the_trainer_made_has_the_length_of_its_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_model(), DATA, learning_rate=1.0)
+    for num_epochs, expected in ((1, [1.0, 0.5]), (2, [1.0, 0.75, 0.5, 0.25])):
+        trainer.args.num_train_epochs = num_epochs
+        trainer.train(resume_from_checkpoint=False)
+        rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+        assert rates == pytest.approx(expected)

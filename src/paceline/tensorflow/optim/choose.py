@@ -30,11 +30,16 @@ SETTINGS = (
 )
 
 
-def optimizer_pair(given: object) -> tuple[Any, Any]:
+def optimizer_pair(given: object, has_init: bool) -> tuple[Any, Any]:
     """Checks and returns the (optimizer, schedule) that the Trainer was given.
+
+    Args:
+        given: the pair; each of the two may be None.
+        has_init: `model_init` makes a new model in each `train`.
 
     Raises:
         TypeError: the value is not a pair, or its items are no Keras optimizer and schedule.
+        RuntimeError: there is an optimizer, which would hold the variables of another model than the new one.
     """
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise TypeError(
@@ -46,6 +51,12 @@ def optimizer_pair(given: object) -> tuple[Any, Any]:
         raise TypeError(
             f"optimizers: {type(optimizer).__module__}.{type(optimizer).__name__} is no optimizer of Keras; give one, "
             "such as optimizers=(keras.optimizers.Adam(1e-3), None), or name one in optim."
+        )
+    if optimizer is not None and has_init:
+        raise RuntimeError(
+            "Passing a `model_init` is incompatible with providing the `optimizers` argument: an optimizer holds the "
+            "variables of one model, and `model_init` makes a new one at each train: name it in `optim`, compile the "
+            "model with it in `model_init`, or override `create_optimizer_and_scheduler`. A schedule alone is taken."
         )
     if schedule is not None and not callable(schedule) and not hasattr(schedule, "learning_rate"):
         raise TypeError(

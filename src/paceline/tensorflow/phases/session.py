@@ -49,7 +49,7 @@ class PhasedSession(shared.PhasedSession[Run, TFTrainerProtocol], session.Sessio
 
     def start(self, trial: object) -> None:
         super().start(trial)
-        if not self.has_own_optimizer and self.lr_scheduler is not None:
+        if not self.has_own_schedule and self.lr_scheduler is not None:
             raise UnsupportedOption(
                 "phases with a learning-rate schedule of your own are not supported: set lr_scheduler_type of each "
                 "phase, and leave optimizers=(..., schedule) out."
