@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.optional import require
 from paceline.tensorflow.framework import keras, plain, tf
 
 MAX_SEED = 2**31
@@ -42,6 +43,19 @@ def hold_generators(model: object, seed: int) -> None:
                 generator._seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0]) % MAX_SEED
             generator._built = False
             generator._maybe_init()
+
+
+def keras_state() -> Any:
+    """Returns the state of Keras' global generator, from which `keras.random` draws without a seed.
+
+    If there is none yet, it is created, in the strategy's scope of the caller. Keras draws its seed from Python's
+    generator, which is left as it was.
+    """
+    before = random.getstate()
+    try:
+        return plain(require("keras.src.random.seed_generator", "tf").global_seed_generator().state)
+    finally:
+        random.setstate(before)
 
 
 def layer_generators(model: object) -> Iterator[Any]:

@@ -52,7 +52,7 @@ from paceline.tensorflow.optim.averages import WeightAverages, averaging, make_a
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.precision import evaluation_precision, has_loss_scale, in_precision
-from paceline.tensorflow.randomness import hold_generators, seed_everything
+from paceline.tensorflow.randomness import hold_generators, keras_state, seed_everything
 from paceline.tensorflow.rollback import Rollback, Snapshot
 from paceline.tensorflow.traces import trace_again
 
@@ -161,6 +161,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         check_evaluation(args, self.facade.eval_dataset, self.model)
         with self.strategy.scope():
             hold_generators(self.model, args.seed)
+            keras_state()  # created now, so that a resume restores it before the first step
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
         return choose_checkpoint(self.options, resume)
