@@ -1,4 +1,4 @@
-"""Random state of a run: every generator that a checkpoint can hold is resumed."""
+"""Random state of a run: every generator that a checkpoint can hold is resumed, and others are warned of."""
 
 import random
 from pathlib import Path
@@ -104,11 +104,24 @@ def test_states_between_batches_are_resumed(tmp_path: Path) -> None:
     check_same(*whole_and_parts(tmp_path, make, eval_dataset=DATA, eval_strategy="steps", eval_steps=3))
 
 
-def test_a_global_generator_of_tensorflow_is_resumed(tmp_path: Path) -> None:
+def test_operations_that_keep_their_state_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first save and at a resume; a draw whose state is saved is resumed without a word."""
+    whole, rest = whole_and_parts(tmp_path / "tf", lambda: Dropping(lambda x: tf.nn.dropout(x, 0.5)))
+    assert losses(rest) != losses(whole)  # why there is a warning
+    assert caplog.text.count("dropout/random_uniform/RandomUniform") == 3  # one in each run
+    assert "after a resume they are those of its first steps again" in caplog.text
+    assert "keras.random.dropout(x, 0.1)" in caplog.text
+    caplog.clear()
+    check_same(*whole_and_parts(tmp_path / "keras", lambda: Dropping(lambda x: keras.random.dropout(x, 0.5))))
+    assert "random numbers" not in caplog.text
+
+
+def test_a_global_generator_of_tensorflow_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def drop(x: Any) -> Any:
         return x * tf.cast(tf.random.get_global_generator().uniform(tf.shape(x)) > 0.5, tf.float32)
 
     check_same(*whole_and_parts(tmp_path, lambda: Dropping(drop)))
+    assert "random numbers" not in caplog.text
 
 
 def test_a_rewind_draws_from_the_global_generator_of_keras_again(

@@ -286,6 +286,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         """Restores everything that the checkpoint holds, except the position in the data."""
         arguments = self.options.to_sanitized_dict()
         trace_again(run.engine, arguments, progress)  # first: the restore resets random numbers drawn while tracing
+        run.engine.uncounted_draws.tell()
         self.facade._make_checkpointer().restore(checkpoint, progress)
         if self.averages is not None:
             self.averages.restore(checkpoint, self.state.global_step)
@@ -437,6 +438,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def save_in_run(self, run: core.Run) -> bool:
         """Writes a checkpoint; returns True if it is complete. An overridden `_save_checkpoint` may return None."""
+        run.engine.uncounted_draws.tell()
         is_there = self.facade._save_checkpoint() is not False
         if self.options.should_save and is_there:
             self.claim(run)
