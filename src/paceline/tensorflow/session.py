@@ -26,6 +26,7 @@ from paceline.checkpoint.resuming import (
 )
 from paceline.core import session as core
 from paceline.core.contracts import Hooks
+from paceline.core.events import call_own_event
 from paceline.core.headlines import RunFacts
 from paceline.core.journal import UpdateRow, keep_journal
 from paceline.core.ledger import Ledger
@@ -431,6 +432,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
     def evaluate_in_run(self, run: core.Run, skip_scheduler: bool) -> dict[str, float]:
         """Evaluates during a run, and steps a schedule that depends on a metric."""
         metrics = self.facade.evaluate()
+        call_own_event(self.callback_handler, "on_sets_evaluated", self.args, self.state, self.control)
         if not skip_scheduler and isinstance(self.lr_scheduler, FollowingSchedule):
             name = run.plan.metric_for_best_model or "loss"
             self.lr_scheduler.step(best_metric_value(metrics, name), self.optimizer)
