@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.tensorflow.checkpoint.variables import undone
 from paceline.tensorflow.data.batches import map_leaves, rows, size_of, split_weights, to_array
 from paceline.tensorflow.framework import tf
 from paceline.tensorflow.objective import NUM_COUNTS, TOKENS, Objective, Share, count
@@ -37,6 +38,8 @@ class CouplingCheck:
     """Checks batches 1, 2, 4, 8, ... of a run or an evaluation, until a warning: one without a target that is left out
     shows nothing.
 
+    The passes that this takes change no variable and no random number of the run.
+
     Args:
         remedy: the end of the warning, with a place for the number of parts.
     """
@@ -58,7 +61,9 @@ class CouplingCheck:
         if self._is_told or self.num_seen & (self.num_seen - 1):
             return
         batch = choose(batches)
-        self._is_told = batch is not None and is_coupled(objective, batch, num_parts, self.remedy)
+        if batch is not None:
+            with undone(objective.model):  # a resumed run makes these passes at other steps
+                self._is_told = is_coupled(objective, batch, num_parts, self.remedy)
 
 
 def choose(batches: Sequence[Any]) -> Any:

@@ -29,6 +29,7 @@ from paceline.tensorflow.optim.schedules import count_skipped
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.placement import as_tensor, gather, place
 from paceline.tensorflow.precision import has_loss_scale, loss_scale, scale_loss
+from paceline.tensorflow.randomness import UncountedDraws
 from paceline.tensorflow.traced_errors import told_plainly
 from paceline.tensorflow.traces import describe, record
 
@@ -99,6 +100,7 @@ class TFEngine:
         self._divisors: Any = None
         self._weights: tuple[Array, Any] | None = None  # counts of the last one-batch step, as a tensor
         self._coupling = CouplingCheck(OF_STEP)  # of optimizer steps of several parts
+        self.uncounted_draws = UncountedDraws()
         self.compile()
 
     def follow(self, objective: Objective, trainables: Sequence[Any]) -> None:
@@ -330,7 +332,7 @@ class TFEngine:
     ) -> tuple[Any, ...]:
         self.num_traces += 1
         self._counts, self._divisors = counts, divisors
-        with self._watching():
+        with self._watching(), self.uncounted_draws.looking():
             results = self.distributed_training_steps((features, labels))
         loss, norm, rate, applied, outputs = results
         first = [self.local(value)[0] for value in (loss, norm, rate, applied)]
@@ -372,7 +374,7 @@ class TFEngine:
     ) -> Any:
         self.num_traces += 1
         self._counts, self._divisors = counts, divisors
-        with self._watching():
+        with self._watching(), self.uncounted_draws.looking():
             outputs = self.run_replicas(self._accumulate_one, features, labels)
         return self._gathered(outputs) if with_outputs else None
 

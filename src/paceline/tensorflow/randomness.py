@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from paceline.core.optional import require
 from paceline.tensorflow.framework import keras, plain, tf
 
+logger = logging.getLogger(__name__)
+
 MAX_SEED = 2**31
+# operations that draw random numbers and count their draws themselves, where neither a checkpoint nor Python reaches
+COUNTING = frozenset(
+    {
+        "AllCandidateSampler",
+        "FixedUnigramCandidateSampler",
+        "FractionalAvgPool",
+        "FractionalMaxPool",
+        "LearnedUnigramCandidateSampler",
+        "LogUniformCandidateSampler",
+        "Multinomial",
+        "ParameterizedTruncatedNormal",
+        "RandomCrop",
+        "RandomGamma",
+        "RandomPoisson",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "RandomStandardNormal",
+        "RandomUniform",
+        "RandomUniformInt",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
+        "ThreadUnsafeUnigramCandidateSampler",
+        "TruncatedNormal",
+        "UniformCandidateSampler",
+    }
+)
 
 
 def seed_everything(seed: int, *, is_deterministic: bool = False, tf32: bool | None = None) -> None:
@@ -44,6 +75,19 @@ def hold_generators(model: object, seed: int) -> None:
             generator._maybe_init()
 
 
+def keras_state() -> Any:
+    """Returns the state of Keras' global generator, from which `keras.random` draws without a seed.
+
+    If there is none yet, it is created, in the strategy's scope of the caller. Keras draws its seed from Python's
+    generator, which is left as it was.
+    """
+    before = random.getstate()
+    try:
+        return plain(require("keras.src.random.seed_generator", "tf").global_seed_generator().state)
+    finally:
+        random.setstate(before)
+
+
 def layer_generators(model: object) -> Iterator[Any]:
     """Yields the generators of the layers of a tf_keras model, in the order of the layers."""
     for layer in getattr(model, "submodules", ()):
@@ -62,6 +106,43 @@ def layer_states(model: object) -> list[Any]:
 def random_variables(model: object) -> list[Any]:
     """Returns the states of the random generators of the model's layers, and of TensorFlow's global generator."""
     return [*layer_states(model), tf.random.get_global_generator().state]
+
+
+class UncountedDraws:
+    """The random operations in the functions of a run that keep their state to themselves.
+
+    These are `tf.nn.dropout`, `tf.random.normal` and others of TensorFlow without a generator, as in a `tf.Module` or a
+    loss function. After a resume, they draw the numbers of the first optimizer steps again.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._is_told = False
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Returns a context that looks through the graph which is traced in it, and the functions that it calls."""
+        yield
+        try:
+            definition = tf.compat.v1.get_default_graph().as_graph_def()
+        except ValueError:  # larger than the 2 GB of a message
+            return
+        nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+        found = {node.name for node in nodes if node.op in COUNTING}
+        self.names = sorted({*self.names, *found}, key=lambda name: (len(name), name))
+
+    def tell(self) -> None:
+        """Warns once, if there are any."""
+        if self._is_told or not self.names:
+            return
+        self._is_told = True
+        logger.warning(
+            "The training step draws random numbers whose state no checkpoint holds (%s): after a resume they are "
+            "those of its first steps again, not those of a run without a stop. Draw with keras.random, such as "
+            "keras.random.dropout(x, 0.1) (on several replicas with a SeedGenerator of a Keras layer), or with "
+            "tf.random.get_global_generator(): their states are saved.",
+            ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""),
+        )
 
 
 def capture_random() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from paceline.checkpoint.resuming import (
 )
 from paceline.core import session as core
 from paceline.core.contracts import Hooks
+from paceline.core.events import call_own_event
 from paceline.core.headlines import RunFacts
 from paceline.core.journal import UpdateRow, keep_journal
 from paceline.core.ledger import Ledger
@@ -54,7 +55,7 @@ from paceline.tensorflow.optim.averages import WeightAverages, averaging, make_a
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overflow import Watch
 from paceline.tensorflow.precision import evaluation_precision, in_precision, needs_loss_scale
-from paceline.tensorflow.randomness import hold_generators, seed_everything
+from paceline.tensorflow.randomness import hold_generators, keras_state, seed_everything
 from paceline.tensorflow.rollback import Rollback, Snapshot
 from paceline.tensorflow.traces import trace_again
 
@@ -168,6 +169,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         self.check_evaluation_batches()
         with self.strategy.scope():
             hold_generators(self.model, args.seed)
+            keras_state()  # created now, so that a resume restores it before the first step
 
     def check_evaluation_batches(self) -> None:
         """Checks before training that evaluations can use the collator.
@@ -311,6 +313,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         """Restores everything that the checkpoint holds, except the position in the data."""
         arguments = self.options.to_sanitized_dict()
         trace_again(run.engine, arguments, progress)  # first: the restore resets random numbers drawn while tracing
+        run.engine.uncounted_draws.tell()
         self.facade._make_checkpointer().restore(checkpoint, progress)
         if self.averages is not None:
             self.averages.restore(checkpoint, self.state.global_step)
@@ -458,6 +461,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
     def evaluate_in_run(self, run: core.Run, skip_scheduler: bool) -> dict[str, float]:
         """Evaluates during a run, and steps a schedule that depends on a metric."""
         metrics = self.facade.evaluate()
+        call_own_event(self.callback_handler, "on_sets_evaluated", self.args, self.state, self.control)
         if not skip_scheduler and isinstance(self.lr_scheduler, FollowingSchedule):
             name = run.plan.metric_for_best_model or "loss"
             self.lr_scheduler.step(best_metric_value(metrics, name), self.optimizer)
@@ -465,6 +469,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def save_in_run(self, run: core.Run) -> bool:
         """Writes a checkpoint; returns True if it is complete. An overridden `_save_checkpoint` may return None."""
+        run.engine.uncounted_draws.tell()
         is_there = self.facade._save_checkpoint() is not False
         if self.options.should_save and is_there:
             self.claim(run)

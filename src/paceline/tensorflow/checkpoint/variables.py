@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.tensorflow.framework import plain, tf
-from paceline.tensorflow.randomness import layer_states, random_variables
+from paceline.tensorflow.framework import keras, plain, tf
+from paceline.tensorflow.randomness import (
+    capture_random,
+    keras_state,
+    layer_states,
+    random_variables,
+    restore_random,
+)
 
 VARIABLES = "variables"
 INDEX_FILE = f"{VARIABLES}.index"
+KERAS_RANDOM, RECURRENT = "keras_random", "recurrent"  # lists of variables that older checkpoints lack
 
 
 class CheckpointError(ValueError):
     """Raised if a checkpoint is damaged or does not fit this run; the message names its folder."""
 
 
-def trackable(model: Any, optimizer: object = None) -> Any:
-    """Returns a `tf.train.Checkpoint` of the model and, if given, the optimizer with the random generators."""
+def trackable(model: Any, optimizer: object = None, is_held: Callable[[str], bool] = lambda name: True) -> Any:
+    """Returns a `tf.train.Checkpoint` of the model and, if given, the optimizer with the random generators.
+
+    Args:
+        model: its variables are saved.
+        optimizer: None: the model alone.
+        is_held: False for the name of a list of variables that is left out.
+    """
     if optimizer is None:
         return tf.train.Checkpoint(model=model)
     everything = [plain(variable) for variable in model.variables]  # including variables that no layer tracks
-    return tf.train.Checkpoint(model=model, optimizer=optimizer, weights=everything, random=random_variables(model))
+    lists = {KERAS_RANDOM: [keras_state()], RECURRENT: recurrent_states(model)}
+    more = {name: variables for name, variables in lists.items() if variables and is_held(name)}
+    random = random_variables(model)
+    return tf.train.Checkpoint(model=model, optimizer=optimizer, weights=everything, random=random, **more)
+
+
+def recurrent_states(model: Any) -> list[Any]:
+    """Returns the states that recurrent layers keep between batches (`stateful=True`), which Keras does not track."""
+    layers = model._flatten_layers() if isinstance(model, keras.Model) else ()
+    kept = [getattr(layer, "states", None) for layer in layers if getattr(layer, "stateful", False)]
+    return [plain(state) for state in tf.nest.flatten(kept) if state is not None]
 
 
 def optimizer_variables(optimizer: object) -> list[Any]:
@@ -34,12 +59,13 @@ def optimizer_variables(optimizer: object) -> list[Any]:
 
 
 def changing_variables(model: Any, optimizer: Any = None) -> list[Any]:
-    """Returns the variables that training changes, each once: those of the model and its layers' random generators.
+    """Returns the variables that training changes, each once: those of the model, its recurrent layers and random
+    generators.
 
-    With an optimizer, its variables and the global generator are included.
+    With an optimizer, its variables and the global generators are included.
     """
-    states = layer_states(model) if optimizer is None else random_variables(model)
-    found = [*model.variables, *optimizer_variables(optimizer), *states]
+    states = layer_states(model) if optimizer is None else [*random_variables(model), keras_state()]
+    found = [*model.variables, *recurrent_states(model), *optimizer_variables(optimizer), *states]
     return list({id(variable): variable for variable in map(plain, found)}.values())
 
 
@@ -52,6 +78,29 @@ def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Assigns the values that `values_of` returned to the variables."""
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+@contextmanager
+def undone(model: Any) -> Iterator[None]:
+    """Returns a context in which the model may be called without an effect on the run.
+
+    At its end, variables that calls change (states of random generators and of recurrent layers, statistics) and the
+    global generators of Keras, TensorFlow, Python and numpy are as before. They are copied to host memory; weights,
+    which a call leaves alone, are not.
+    """
+    found = [variable for variable in changing_variables(model) if not is_weight(variable)]
+    variables = list({id(each): each for each in (*found, *random_variables(model), keras_state())}.values())
+    values, generators = values_of(variables), capture_random()
+    try:
+        yield
+    finally:
+        assign(variables, values)
+        restore_random(generators)
+
+
+def is_weight(variable: Any) -> bool:
+    """True if a variable was created as trainable, also if its layer is frozen now."""
+    return bool(variable.trainable) and variable.dtype.is_floating
 
 
 def num_bytes(variables: Iterable[Any]) -> int:
@@ -74,7 +123,16 @@ def restore_variables(checkpoint: Path, model: object, optimizer: object = None)
     """
     if not (checkpoint / INDEX_FILE).is_file():
         raise CheckpointError(f"{checkpoint} holds no {INDEX_FILE}: it is no checkpoint of TensorFlow.")
-    read_variables(trackable(model, optimizer), checkpoint / VARIABLES, changing_variables(model, optimizer))
+    path = checkpoint / VARIABLES
+    read_variables(trackable(model, optimizer, partial(holds, path)), path, changing_variables(model, optimizer))
+
+
+def holds(path: Path, name: str) -> bool:
+    """False if the variables under `path` lack this list. True also if they cannot be read, as reading them tells."""
+    try:
+        return bool(tf.train.load_checkpoint(str(path)).has_tensor(f"{name}/0/.ATTRIBUTES/VARIABLE_VALUE"))
+    except Exception:  # undocumented exceptions of many types for damaged bytes
+        return True
 
 
 def read_variables(target: Any, path: Path, variables: Sequence[Any]) -> None:
