@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES, Retired, retired_values, translate
+from paceline.args.places import BASE
 
 # attributes of an object under construction
 GIVEN = "_given_by_name"  # the keywords that the caller passed
@@ -120,6 +121,8 @@ class ArgumentsMeta(type):
             vars(made)[GIVEN] = frozenset(keywords if source is None else written)
             vars(made)[TOLD] = None if source is None else vars(source).get(TOLD, frozenset())
             made.__init__(*values, **keywords)
+            if source is not None and BASE in vars(source):
+                vars(made)[BASE] = vars(source)[BASE]
             vars(made).pop(GIVEN, None)
             vars(made).update(retired)
             return made
