@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -60,6 +61,15 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "data_seed": (0, 2**63 - 1, True),
 }
 
+MAY_BE_INFINITE = frozenset({"max_grad_norm", "eval_spill_gb"})  # no limit
+INSTEAD_OF_INFINITY = {
+    "num_train_epochs": "set max_steps to train for a number of optimizer steps",
+    "logging_steps": "logging_strategy='no' turns the logs off",
+    "eval_steps": "eval_strategy='no' turns evaluations off",
+    "eval_delay": "eval_strategy='no' turns evaluations off",
+    "save_steps": "save_strategy='no' turns checkpoints off",
+    "keep_every_hours": "0 turns it off",
+}
 
 # the prefix of the Hugging Face Trainer's message, which scripts may match
 WORDS_OF_LIMITS = {
@@ -80,6 +90,9 @@ def check_limits(options: Options) -> None:
         if high is not None and (value > high or (value == high and not is_closed)):
             bound = "at most" if is_closed else "below"
             raise ValueError(f"{name}={value} is invalid: it must be {bound} {high}.")
+        if value == math.inf and name not in MAY_BE_INFINITE:
+            remedy = f"; {INSTEAD_OF_INFINITY[name]}" if name in INSTEAD_OF_INFINITY else ""
+            raise ValueError(f"{name}={value} is invalid: expected a finite number{remedy}.")
     if options.max_steps == 0:
         raise ValueError(
             f"max_steps={options.max_steps} is invalid: expected a number of optimizer steps, "
