@@ -181,6 +181,17 @@ def test_an_interval_of_zero_is_said_to_be_that_of_the_logs(caplog: pytest.LogCa
     assert "eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps=7" in caplog.text
 
 
+def test_a_direction_that_contradicts_its_metric_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a dict of arguments whose metric was replaced, and not the direction of the one before."""
+    for metric, is_greater in (("eval_loss", False), ("accuracy", True), ("wer", False), ("f1_loss", None)):
+        TrainingArguments(metric_for_best_model=metric, greater_is_better=is_greater)
+    assert not caplog.records
+    TrainingArguments(metric_for_best_model="eval_f1", greater_is_better=False)
+    assert "greater_is_better=False with metric_for_best_model='eval_f1': the model with the lowest" in caplog.text
+    TrainingArguments(metric_for_best_model="loss", greater_is_better=True)
+    assert "greater_is_better=True with metric_for_best_model='loss': the model with the highest" in caplog.text
+
+
 @pytest.mark.parametrize("options", [{"learning_rate": -1}, {"lr_scheduler_type": "lin"}, {"fsdp": {"no": 1}}])
 def test_an_error_says_where_its_option_is_described(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as caught:

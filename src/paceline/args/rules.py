@@ -459,6 +459,20 @@ def check_for_run(options: Options) -> None:
     check_best_metric(own_options(options))
 
 
+# Options that `derived_values` sets, but those of a store: each comes before the ones that it follows from.
+DERIVED = (
+    "do_eval",
+    "eval_steps",
+    "greater_is_better",
+    "metric_for_best_model",
+    "torch_compile_backend",
+    "torch_compile",
+    "gradient_accumulation_steps",
+    "dataloader_pin_memory",
+)
+HIGHER_IS_BETTER = frozenset({"accuracy", "f1", "precision", "recall", "auc", "bleu", "match"})  # last word of a name
+
+
 def derived_values(options: Options) -> dict[str, Any]:
     """Returns the values of unset options that follow from other options; scripts and callbacks read them."""
     values: dict[str, Any] = {}
@@ -495,17 +509,34 @@ def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
         given: values that `derived_values` replaced, by option.
         options: the arguments with the derived values.
     """
+    notes = direction_notes(options)
     if options.eval_steps and options.eval_strategy != IntervalStrategy.STEPS:
         strategy = str(getattr(options.eval_strategy, "value", options.eval_strategy))
-        return [
+        notes.append(
             f"eval_steps={options.eval_steps} has no effect with eval_strategy={strategy!r}: "
             "set eval_strategy='steps', or leave eval_steps out."
-        ]
-    if given.get("eval_steps") != 0:
+        )
+    elif given.get("eval_steps") == 0:
+        notes.append(
+            "eval_steps=0 with eval_strategy='steps': evaluations are made every "
+            f"logging_steps={options.logging_steps} steps, as if eval_steps were not given; eval_strategy='no' turns "
+            "them off."
+        )
+    return notes
+
+
+def direction_notes(options: Options) -> list[str]:
+    """Returns a warning if `greater_is_better` contradicts the name of the metric, as in a dict with another metric."""
+    metric, is_greater = options.metric_for_best_model, options.greater_is_better
+    if metric is None or is_greater is None:
+        return []
+    is_wrong = metric.endswith("loss") if is_greater else metric.rpartition("_")[2].lower() in HIGHER_IS_BETTER
+    if not is_wrong:
         return []
     return [
-        f"eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps={options.logging_steps} "
-        "steps, as if eval_steps were not given; eval_strategy='no' turns them off."
+        f"greater_is_better={is_greater} with metric_for_best_model={metric!r}: the model with the "
+        f"{'highest' if is_greater else 'lowest'} value counts as the best. Leave greater_is_better out if that is not "
+        "meant: it then follows from the metric."
     ]
 
 

@@ -26,7 +26,7 @@ from paceline.args.errors import add_help
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
 from paceline.args.option_files import read_mapping
 from paceline.args.plan import check, half_format, resolve_warmup
-from paceline.args.rules import derived_values, surprises
+from paceline.args.rules import DERIVED, derived_values, surprises
 from paceline.args.secrets import masked
 from paceline.args.sections import Options
 
@@ -129,6 +129,16 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         changed = [name for name, value in derived.items() if getattr(self, name) != value]
         self.__dict__["_given"] = {name: getattr(self, name) for name in changed}
         self.__dict__.update(derived)
+
+    def _forget_derived(self) -> None:
+        """Treats options as not given if their value is the one that follows from the others."""
+        defaults = defaults_of(type(self))
+        for name in DERIVED:
+            held = getattr(self, name)
+            self.__dict__[name] = defaults[name]
+            if derived_values(self).get(name, defaults[name]) != held:
+                self.__dict__[name] = held
+        self._derive()
 
     def __setattr__(self, name: str, value: object) -> None:
         if "_given" not in self.__dict__:  # During construction; __post_init__ handles it.
@@ -332,8 +342,15 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Builds arguments from a dict returned by `to_dict` of this package or of transformers."""
-        return cls(**serialize.without_placeholders(values))
+        """Builds arguments from a dict returned by `to_dict` of this package or of transformers.
+
+        In such a dict, values that follow from other options (`greater_is_better` from the metric) are derived anew
+        when those are assigned; in one with some options they are the user's own.
+        """
+        made = cls(**serialize.without_placeholders(values))
+        if values.keys() >= set(DERIVED):
+            made._forget_derived()
+        return made
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
