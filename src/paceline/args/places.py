@@ -6,12 +6,13 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 # at least two letters before ://, which excludes Windows drives
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
+Arguments = TypeVar("Arguments")
 BASE = "_output_base"  # the attribute of arguments that `fix_base` sets
 
 # options of a throwaway run in a temporary `output_dir`: it saves, evaluates and reports nothing
@@ -66,13 +67,14 @@ def staging_folder(url: str) -> str:
     return str(Path(cache, "paceline", "staging", scheme.lower(), *safe))
 
 
-def fix_base(args: object) -> None:
+def fix_base(args: Arguments) -> Arguments:
     """Makes the current directory the one that a relative `output_dir` is in, even if the process leaves it later.
 
     `output_dir` remains the text that the user gave. Called when a Trainer is made, and when it begins a run.
     """
     with suppress(OSError):  # the current directory may have been deleted
         vars(args)[BASE] = os.getcwd()
+    return args
 
 
 def placed(args: object, path: str | Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from paceline.args.places import placed
+from paceline.args.places import fix_base, placed
 from paceline.args.redeclared import own_options
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint import layout
@@ -40,6 +40,7 @@ class TrainerNames:
             add up to its wall time.
         was_stopped: True if a signal has stopped the last run before its end: a resumed run does the rest.
         step_parts: the optional parts of the optimizer steps of the last run.
+        remote_sync: mirrors the output folder in a store, or None.
         world: rank, world size and device of this process.
     """
 
@@ -55,6 +56,7 @@ class TrainerNames:
     was_stopped: bool = False
     world: Any
     step_parts: Any = None
+    remote_sync: Any = None
 
     @property
     def _own_options(self) -> Any:
@@ -85,6 +87,12 @@ class TrainerNames:
     def _output_folder(self, trial: object = None) -> Path:
         """Returns the absolute path of the output folder, wherever the process is now."""
         return placed(self.args, self._get_output_dir(trial))
+
+    def _folder_of_run(self, trial: object = None) -> Path:
+        """Returns the output folder of a run that begins now, in the current directory if it is relative."""
+        if not self.is_in_train and self.remote_sync is None:  # a store mirrors the folder that the constructor made
+            fix_base(self.args)
+        return self._output_folder(trial)
 
     # ---- log rows
 

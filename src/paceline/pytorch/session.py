@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.args.construction import derived_values
 from paceline.args.places import placed
 from paceline.args.plan import Plan, resolve, resolve_update
-from paceline.args.rules import derived_values
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint import layout as names
 from paceline.checkpoint.lock import FolderLock

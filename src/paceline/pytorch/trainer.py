@@ -158,8 +158,7 @@ class Trainer(HubNames, ForSubclasses):
         tokenizer: Any = None,
         teacher: nn.Module | str | Path | None = None,
     ) -> None:
-        self.args = adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        fix_base(self.args)
+        self.args = fix_base(adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer"))
         apply_log_level(self.args)
         self.processing_class = validation.choose_processor(processing_class, tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -462,9 +461,7 @@ class Trainer(HubNames, ForSubclasses):
 
     def _run_training(self, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         self._hp_search_setup(trial)
-        if not self.is_in_train and self.remote_sync is None:  # a store mirrors the folder that the constructor made
-            fix_base(self.args)
-        return self._make_session().train(self._output_folder(trial), resume, trial, ignore_keys)
+        return self._make_session().train(self._folder_of_run(trial), resume, trial, ignore_keys)
 
     def _train_with(
         self, options: dict[str, Any], callbacks: Sequence[TrainerCallback], checkpoint: str | None

@@ -318,9 +318,7 @@ class TFTrainer(HubNames):
         """
         parts.check_overrides(self, "train_step")
         with self.memory_stages.measuring("train"):
-            if not self.is_in_train:
-                fix_base(self.args)
-            return self._make_session().train(self._output_folder(), resume_from_checkpoint)
+            return self._make_session().train(self._folder_of_run(), resume_from_checkpoint)
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
         """Returns (loss, predictions) of a batch on one replica, traced. Override this method to change the loss.
