@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"label_smoothing_factor": 1}, "must be below 1"),
     ({"warmup_steps": -1}, "must be at least 0"),
     ({"torch_empty_cache_steps": 0}, "must be at least 1"),
+    ({"learning_rate": math.inf}, "learning_rate=inf is invalid: expected a finite number[.]"),
+    ({"warmup_steps": math.inf}, "warmup_steps=inf is invalid: expected a finite number"),
+    ({"num_train_epochs": math.inf}, "num_train_epochs=inf is invalid: expected a finite number; set max_steps"),
+    ({"logging_steps": math.inf}, "logging_steps=inf is invalid: .*; logging_strategy='no' turns the logs off"),
+    ({"eval_steps": math.inf, "eval_strategy": "steps"}, "eval_steps=inf is invalid: .*; eval_strategy='no'"),
+    ({"eval_delay": "inf", "eval_strategy": "epoch"}, "eval_delay=inf is invalid: .*; eval_strategy='no'"),
+    ({"save_steps": math.inf}, "save_steps=inf is invalid: .*; save_strategy='no' turns checkpoints off"),
+    ({"keep_every_hours": math.inf}, "keep_every_hours=inf is invalid: .*; 0 turns it off"),
     ({"seed": -1}, "seed=-1 is invalid: it must be at least 0"),
     ({"data_seed": 2**63}, "data_seed=9223372036854775808 is invalid: it must be at most 9223372036854775807"),
     ({"logging_steps": 0}, "logging_steps=0 is invalid with logging_strategy='steps'"),
@@ -113,6 +122,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"skip_memory_metrics": False},
     {"save_total_limit": 0},
     {"max_grad_norm": float("inf")},
+    {"eval_spill_gb": float("inf")},
     {"accelerator_config": {**ACCUMULATE, "use_configured_state": True}, "gradient_accumulation_steps": 4},
 ]
 
@@ -169,6 +179,17 @@ def test_an_interval_of_zero_is_said_to_be_that_of_the_logs(caplog: pytest.LogCa
     args = TrainingArguments(eval_strategy="steps", eval_steps=0, logging_steps=7)
     assert args.eval_steps == 7
     assert "eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps=7" in caplog.text
+
+
+def test_a_direction_that_contradicts_its_metric_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a dict of arguments whose metric was replaced, and not the direction of the one before."""
+    for metric, is_greater in (("eval_loss", False), ("accuracy", True), ("wer", False), ("f1_loss", None)):
+        TrainingArguments(metric_for_best_model=metric, greater_is_better=is_greater)
+    assert not caplog.records
+    TrainingArguments(metric_for_best_model="eval_f1", greater_is_better=False)
+    assert "greater_is_better=False with metric_for_best_model='eval_f1': the model with the lowest" in caplog.text
+    TrainingArguments(metric_for_best_model="loss", greater_is_better=True)
+    assert "greater_is_better=True with metric_for_best_model='loss': the model with the highest" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"learning_rate": -1}, {"lr_scheduler_type": "lin"}, {"fsdp": {"no": 1}}])

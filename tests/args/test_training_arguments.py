@@ -272,7 +272,7 @@ def test_a_copy_derives_anew_what_the_user_did_not_set(caplog: pytest.LogCapture
     assert (args.metric_for_best_model, args.greater_is_better, args.eval_steps) == ("loss", False, 50)
     other = dataclasses.replace(args, metric_for_best_model="accuracy", logging_steps=20)
     assert (other.greater_is_better, other.eval_steps) == (True, 20)
-    given = dataclasses.replace(TrainingArguments("x", greater_is_better=False), metric_for_best_model="accuracy")
+    given = dataclasses.replace(TrainingArguments("x", greater_is_better=False), metric_for_best_model="wer")
     assert given.greater_is_better is False
     plain = dataclasses.replace(args, load_best_model_at_end=False, eval_strategy="no")
     assert (plain.metric_for_best_model, plain.eval_steps) == (None, None)
@@ -347,6 +347,39 @@ def test_round_trip_through_a_dict(options: dict[str, Any]) -> None:
     assert TrainingArguments(**values) == args
     assert TrainingArguments.from_dict(values).to_dict() == values
     assert TrainingArguments.from_dict(json.loads(args.to_json_string())) == args
+
+
+def test_derived_values_of_a_dict_follow_later_assignments(tmp_path: Path) -> None:
+    """As those of the arguments that it is of; formerly the trip made them the user's own."""
+    made = TrainingArguments(
+        "x", load_best_model_at_end=True, eval_strategy="steps", logging_steps=7, save_steps=14, use_cpu=True,
+        torch_compile_mode="default", accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}},
+    )  # fmt: skip
+    made.to_json(tmp_path / "args.json")
+    made.to_yaml(tmp_path / "args.yaml")
+    copies = [
+        TrainingArguments.from_dict(made.to_dict()),
+        TrainingArguments.from_json(tmp_path / "args.json"),
+        TrainingArguments.from_yaml(tmp_path / "args.yaml"),
+    ]
+    assert copies == [made] * 3
+    for args in (made, *copies):
+        args.metric_for_best_model, args.use_cpu, args.logging_steps = "accuracy", False, 5
+        args.torch_compile_mode = None
+        assert (args.greater_is_better, args.dataloader_pin_memory, args.eval_steps) == (True, True, 5)
+        args.torch_compile = False
+        assert not args.torch_compile
+
+
+def test_values_of_a_dict_that_do_not_follow_are_the_users_own() -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    own = TrainingArguments("x", **best, metric_for_best_model="wer", greater_is_better=False, eval_steps=3)
+    copy = TrainingArguments.from_dict(own.to_dict())
+    copy.metric_for_best_model, copy.logging_steps = "f1", 9
+    assert (copy.greater_is_better, copy.eval_steps) == (False, 3)
+    given = TrainingArguments.from_dict({"eval_strategy": "steps", "eval_steps": 10, "logging_steps": 10})
+    given.logging_steps = 5
+    assert given.eval_steps == 10
 
 
 @given(some_options)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import lock
-from paceline.checkpoint.lock import LOCK_NAME, FolderInUse, Holder, acquire, holder_in
+from paceline.checkpoint.lock import LOCK_NAME, FolderInUse, Holder, acquire, holder_in, is_held
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +202,53 @@ def test_where_no_file_can_be_made_there_is_no_lock(
 def test_holders_elsewhere_are_not_looked_for_here() -> None:
     assert not Holder("elsewhere", "", os.getpid(), "", "", "", "").is_here
     assert lock.describe(None) == "an unknown process"
+
+
+def test_a_process_that_the_system_hides_is_alive_by_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `hidepid`, /proc shows no process of another user, which trains all the same."""
+    parent, read = os.getppid(), lock._stat
+
+    def hidden(pid: int) -> str:
+        if pid == parent:
+            raise FileNotFoundError(pid)
+        return read(pid)
+
+    def refused(pid: int, signal: int) -> None:
+        raise PermissionError(pid)
+
+    path = leave(tmp_path, pid=parent, started=str(lock._started(parent)))
+    monkeypatch.setattr(lock, "_stat", hidden)
+    with monkeypatch.context() as of_another_user:
+        of_another_user.setattr(os, "kill", refused)
+        assert is_held(tmp_path)
+        assert f"process {parent} on " in str(holder_in(tmp_path))
+        with pytest.raises(FolderInUse, match=f"process {parent} on "):
+            acquire(tmp_path)
+        old = time.time() - 60
+        os.utime(path, (old, old))
+        assert not is_held(tmp_path)
+        take(tmp_path).release()  # there is no heartbeat
+
+
+def test_a_hidden_process_that_does_not_exist_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(pid: int, *signal: int) -> str:
+        raise ProcessLookupError(pid)
+
+    leave(tmp_path, pid=2**22 + 1)
+    with monkeypatch.context() as gone:
+        gone.setattr(os, "kill", missing)
+        assert not is_held(tmp_path)
+        assert holder_in(tmp_path) is None
+
+
+def test_the_time_of_the_lock_file_is_that_of_the_last_heartbeat(tmp_path: Path) -> None:
+    """`is_held` reads it for a process on another machine: it fell behind by 3 s in each 5 s."""
+    taken = take(tmp_path)
+    os.utime(taken.path, (0, 0))
+    limit = time.monotonic() + 10
+    while lock._age(taken.path) > 60 and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert lock._age(taken.path) < 60
+    taken.release()

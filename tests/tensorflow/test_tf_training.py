@@ -12,7 +12,7 @@ import pytest
 from recorded_events import EVENTS_OF_TWO_STEPS, TWO_STEPS, Recorder
 from tf_models import CLASSES, FEATURES, Linear, losses, make_data, make_model, make_trainer, values, weights
 
-from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, UnsupportedOption
+from paceline import EvalPrediction, TFTrainer, TFTrainingArguments, TrainerCallback, UnsupportedOption
 from paceline.core.journal import JOURNAL_FILE, read_rows
 from paceline.core.streaming import Accuracy
 from paceline.tensorflow.data.sources import make_source
@@ -52,6 +52,31 @@ def test_a_run_with_everything(tmp_path: Path) -> None:
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4
     assert trainer.engine is not None
     assert (trainer.engine.num_traces, trainer.predictor.num_traces) == (3, 1)  # accumulate, clip, apply
+
+
+def test_a_run_whose_process_changes_its_directory_stays_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Move(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                monkeypatch.chdir(tmp_path / "after")
+
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "before")
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    trainer = make_trainer(
+        Path("out"), make_model(), make_data(12), eval_dataset=make_data(4, seed=1), callbacks=[Move()],
+        load_best_model_at_end=True, report_to="jsonl", **options,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    out = tmp_path / "before" / "out"
+    assert list((tmp_path / "after").iterdir()) == []
+    assert [(out / f"checkpoint-{step}").is_dir() for step in (1, 2, 3)] == [True, True, True]
+    assert len(read_rows(out / JOURNAL_FILE)) == 3
+    assert trainer.state.best_model_checkpoint == f"out/checkpoint-{trainer.state.best_global_step}"
 
 
 def dataset_of_columns() -> Any:

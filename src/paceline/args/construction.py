@@ -6,12 +6,20 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.args.accelerator_config import AcceleratorConfig
+from paceline.args.choices import IntervalStrategy, SchedulerType
 from paceline.args.errors import did_you_mean
 from paceline.args.older_names import OLDER_NAMES, Retired, retired_values, translate
+from paceline.args.places import BASE, is_url, staging_folder
+from paceline.args.redeclared import is_redeclared
+from paceline.args.sections import Options
+
+Made = TypeVar("Made")
 
 # attributes of an object under construction
 GIVEN = "_given_by_name"  # the keywords that the caller passed
@@ -120,6 +128,8 @@ class ArgumentsMeta(type):
             vars(made)[GIVEN] = frozenset(keywords if source is None else written)
             vars(made)[TOLD] = None if source is None else vars(source).get(TOLD, frozenset())
             made.__init__(*values, **keywords)
+            if source is not None and BASE in vars(source):
+                vars(made)[BASE] = vars(source)[BASE]
             vars(made).pop(GIVEN, None)
             vars(made).update(retired)
             return made
@@ -141,3 +151,122 @@ class ArgumentsMeta(type):
             """The signature of `__init__`, which the `__call__` above would hide."""
             signature = inspect.signature(cls.__init__)
             return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+# Options that `derived_values` sets, but those of a store: each comes before the ones that it follows from.
+DERIVED = (
+    "do_eval",
+    "eval_steps",
+    "greater_is_better",
+    "metric_for_best_model",
+    "torch_compile_backend",
+    "torch_compile",
+    "gradient_accumulation_steps",
+    "dataloader_pin_memory",
+)
+HIGHER_IS_BETTER = frozenset({"accuracy", "f1", "precision", "recall", "auc", "bleu", "match"})  # last word of a name
+
+
+def derived_values(options: Options) -> dict[str, Any]:
+    """Returns the values of unset options that follow from other options; scripts and callbacks read them."""
+    values: dict[str, Any] = {}
+    if options.eval_strategy != IntervalStrategy.NO:
+        values["do_eval"] = True
+        if options.eval_strategy == IntervalStrategy.STEPS and not options.eval_steps:
+            values["eval_steps"] = options.logging_steps
+    needs_metric = options.load_best_model_at_end or options.lr_scheduler_type in (
+        SchedulerType.REDUCE_ON_PLATEAU,
+        SchedulerType.GREEDY,
+    )
+    metric = options.metric_for_best_model or ("loss" if needs_metric else None)
+    if metric is not None:
+        values["metric_for_best_model"] = metric
+        if options.greater_is_better is None:
+            values["greater_is_better"] = not metric.endswith("loss")
+    if any((options.torch_compile, options.torch_compile_mode, options.torch_compile_backend)):
+        values["torch_compile"] = True
+        values["torch_compile_backend"] = options.torch_compile_backend or "inductor"
+    config = options.accelerator_config
+    if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
+        values["gradient_accumulation_steps"] = config.num_steps
+    if is_url(options.output_dir):
+        values.update(derived_store(options))
+    if options.use_cpu:
+        values["dataloader_pin_memory"] = False
+    return values
+
+
+def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
+    """Returns warnings about values that are accepted and do something else than they seem to.
+
+    Args:
+        given: values that `derived_values` replaced, by option.
+        options: the arguments with the derived values.
+    """
+    notes = direction_notes(options)
+    if options.eval_steps and options.eval_strategy != IntervalStrategy.STEPS:
+        strategy = str(getattr(options.eval_strategy, "value", options.eval_strategy))
+        notes.append(
+            f"eval_steps={options.eval_steps} has no effect with eval_strategy={strategy!r}: "
+            "set eval_strategy='steps', or leave eval_steps out."
+        )
+    elif given.get("eval_steps") == 0:
+        notes.append(
+            "eval_steps=0 with eval_strategy='steps': evaluations are made every "
+            f"logging_steps={options.logging_steps} steps, as if eval_steps were not given; eval_strategy='no' turns "
+            "them off."
+        )
+    return notes
+
+
+def direction_notes(options: Options) -> list[str]:
+    """Returns a warning if `greater_is_better` contradicts the name of the metric, as in a dict with another metric."""
+    metric, is_greater = options.metric_for_best_model, options.greater_is_better
+    if metric is None or is_greater is None:
+        return []
+    is_wrong = metric.endswith("loss") if is_greater else metric.rpartition("_")[2].lower() in HIGHER_IS_BETTER
+    if not is_wrong:
+        return []
+    return [
+        f"greater_is_better={is_greater} with metric_for_best_model={metric!r}: the model with the "
+        f"{'highest' if is_greater else 'lowest'} value counts as the best. Leave greater_is_better out if that is not "
+        "meant: it then follows from the metric."
+    ]
+
+
+def derived_store(options: Options) -> dict[str, Any]:
+    """Returns the store that an `output_dir` with a URL names, and the local folder that is uploaded to it.
+
+    Raises:
+        ValueError: `output_store` names another store.
+    """
+    if is_redeclared(type(options), "output_store"):
+        raise ValueError(
+            f"output_dir={options.output_dir!r} is a URL, which becomes output_store, and {type(options).__name__} "
+            "declares output_store itself: let output_dir be a folder of this machine."
+        )
+    if options.output_store not in (None, options.output_dir):
+        raise ValueError(
+            f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
+            "output_dir be a folder of this machine, or leave output_store out."
+        )
+    return {"output_store": options.output_dir, "output_dir": staging_folder(str(options.output_dir))}
+
+
+def forget_derived(options: Made, values: Mapping[str, Any]) -> Made:
+    """Returns arguments without the options that follow from others, if `values`, which they were read from, hold all.
+
+    They are derived anew when the others are assigned. `to_dict` returns all, and a user's own file does not. Values
+    that do not follow are kept.
+    """
+    if not values.keys() >= set(DERIVED):
+        return options
+    made: Any = options
+    defaults = defaults_of(type(options))
+    for name in DERIVED:
+        held = getattr(made, name)
+        vars(options)[name] = defaults[name]
+        if derived_values(made).get(name, defaults[name]) != held:
+            vars(options)[name] = held
+    made._derive()
+    return options

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 # at least two letters before ://, which excludes Windows drives
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+Arguments = TypeVar("Arguments")
+BASE = "_output_base"  # the attribute of arguments that `fix_base` sets
 
 # options of a throwaway run in a temporary `output_dir`: it saves, evaluates and reports nothing
 WITHOUT_OUTPUT: dict[str, Any] = {
@@ -61,3 +65,31 @@ def staging_folder(url: str) -> str:
     safe = [part if part.strip(".") else "_" * len(part) for part in parts]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return str(Path(cache, "paceline", "staging", scheme.lower(), *safe))
+
+
+def fix_base(args: Arguments) -> Arguments:
+    """Makes the current directory the one that a relative `output_dir` is in, even if the process leaves it later.
+
+    `output_dir` remains the text that the user gave. Called when a Trainer is made, and when it begins a run.
+    """
+    with suppress(OSError):  # the current directory may have been deleted
+        vars(args)[BASE] = os.getcwd()
+    return args
+
+
+def placed(args: object, path: str | Path) -> Path:
+    """Returns an absolute path; relative ones are in the directory of `fix_base`, before that in the current one."""
+    return Path(vars(args).get(BASE, ""), path).absolute()
+
+
+def output_folder(args: Any) -> Path:
+    """Returns the absolute path of the folder that `output_dir` names."""
+    return placed(args, str(args.output_dir))
+
+
+def as_given(args: Any, path: Path) -> str:
+    """Returns the text of an absolute path in the output folder, relative if `output_dir` is."""
+    base = vars(args).get(BASE)
+    if base is None or Path(str(args.output_dir)).is_absolute() or not path.is_relative_to(base):
+        return str(path)
+    return str(path.relative_to(base))

@@ -10,12 +10,13 @@ from typing import Any
 
 from paceline.args.accelerator_config import accelerator_notes, check_sharing, global_micro_batch_size
 from paceline.args.choices import IntervalStrategy
+from paceline.args.construction import derived_values
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh, engine_of, read_size, resolve_mesh
 from paceline.args.packing import check_packing_on, tokens_of
 from paceline.args.redeclared import note_on_redeclared, own_options
 from paceline.args.registry import STRATEGIES
-from paceline.args.rules import check, check_for_run, derived_values
+from paceline.args.rules import check, check_for_run
 from paceline.args.sections import Options
 from paceline.args.sharding import is_asked, is_xla_asked, shard_precision_of
 from paceline.args.warmups import (

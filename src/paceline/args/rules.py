@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from paceline.args.accelerator_config import AcceleratorConfig, check_accelerator
+from paceline.args.accelerator_config import check_accelerator
 from paceline.args.choices import IntervalStrategy, SaveStrategy, SchedulerType
 from paceline.args.compilation import check_activations, check_compilation, check_fp8
 from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
 from paceline.args.packing import check_packing, check_tokens
-from paceline.args.places import is_url, staging_folder
-from paceline.args.redeclared import is_redeclared, own_options
+from paceline.args.redeclared import own_options
 from paceline.args.sections import DistillationSection, Options
 from paceline.args.sharding import is_asked, is_xla_asked, read_sharding, shard_precision_of, wants_shards
 from paceline.args.warmups import check_warmups
@@ -60,6 +60,15 @@ LIMITS: dict[str, tuple[float, float | None, bool]] = {
     "data_seed": (0, 2**63 - 1, True),
 }
 
+MAY_BE_INFINITE = frozenset({"max_grad_norm", "eval_spill_gb"})  # no limit
+INSTEAD_OF_INFINITY = {
+    "num_train_epochs": "set max_steps to train for a number of optimizer steps",
+    "logging_steps": "logging_strategy='no' turns the logs off",
+    "eval_steps": "eval_strategy='no' turns evaluations off",
+    "eval_delay": "eval_strategy='no' turns evaluations off",
+    "save_steps": "save_strategy='no' turns checkpoints off",
+    "keep_every_hours": "0 turns it off",
+}
 
 # the prefix of the Hugging Face Trainer's message, which scripts may match
 WORDS_OF_LIMITS = {
@@ -80,6 +89,9 @@ def check_limits(options: Options) -> None:
         if high is not None and (value > high or (value == high and not is_closed)):
             bound = "at most" if is_closed else "below"
             raise ValueError(f"{name}={value} is invalid: it must be {bound} {high}.")
+        if value == math.inf and name not in MAY_BE_INFINITE:
+            remedy = f"; {INSTEAD_OF_INFINITY[name]}" if name in INSTEAD_OF_INFINITY else ""
+            raise ValueError(f"{name}={value} is invalid: expected a finite number{remedy}.")
     if options.max_steps == 0:
         raise ValueError(
             f"max_steps={options.max_steps} is invalid: expected a number of optimizer steps, "
@@ -444,72 +456,3 @@ def check_for_run(options: Options) -> None:
     """
     check(options)
     check_best_metric(own_options(options))
-
-
-def derived_values(options: Options) -> dict[str, Any]:
-    """Returns the values of unset options that follow from other options; scripts and callbacks read them."""
-    values: dict[str, Any] = {}
-    if options.eval_strategy != IntervalStrategy.NO:
-        values["do_eval"] = True
-        if options.eval_strategy == IntervalStrategy.STEPS and not options.eval_steps:
-            values["eval_steps"] = options.logging_steps
-    needs_metric = options.load_best_model_at_end or options.lr_scheduler_type in (
-        SchedulerType.REDUCE_ON_PLATEAU,
-        SchedulerType.GREEDY,
-    )
-    metric = options.metric_for_best_model or ("loss" if needs_metric else None)
-    if metric is not None:
-        values["metric_for_best_model"] = metric
-        if options.greater_is_better is None:
-            values["greater_is_better"] = not metric.endswith("loss")
-    if any((options.torch_compile, options.torch_compile_mode, options.torch_compile_backend)):
-        values["torch_compile"] = True
-        values["torch_compile_backend"] = options.torch_compile_backend or "inductor"
-    config = options.accelerator_config
-    if isinstance(config, AcceleratorConfig) and config.num_steps and options.gradient_accumulation_steps == 1:
-        values["gradient_accumulation_steps"] = config.num_steps
-    if is_url(options.output_dir):
-        values.update(derived_store(options))
-    if options.use_cpu:
-        values["dataloader_pin_memory"] = False
-    return values
-
-
-def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
-    """Returns warnings about values that are accepted and do something else than they seem to.
-
-    Args:
-        given: values that `derived_values` replaced, by option.
-        options: the arguments with the derived values.
-    """
-    if options.eval_steps and options.eval_strategy != IntervalStrategy.STEPS:
-        strategy = str(getattr(options.eval_strategy, "value", options.eval_strategy))
-        return [
-            f"eval_steps={options.eval_steps} has no effect with eval_strategy={strategy!r}: "
-            "set eval_strategy='steps', or leave eval_steps out."
-        ]
-    if given.get("eval_steps") != 0:
-        return []
-    return [
-        f"eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps={options.logging_steps} "
-        "steps, as if eval_steps were not given; eval_strategy='no' turns them off."
-    ]
-
-
-def derived_store(options: Options) -> dict[str, Any]:
-    """Returns the store that an `output_dir` with a URL names, and the local folder that is uploaded to it.
-
-    Raises:
-        ValueError: `output_store` names another store.
-    """
-    if is_redeclared(type(options), "output_store"):
-        raise ValueError(
-            f"output_dir={options.output_dir!r} is a URL, which becomes output_store, and {type(options).__name__} "
-            "declares output_store itself: let output_dir be a folder of this machine."
-        )
-    if options.output_store not in (None, options.output_dir):
-        raise ValueError(
-            f"output_dir={options.output_dir!r} and output_store={options.output_store!r} are two stores: let "
-            "output_dir be a folder of this machine, or leave output_store out."
-        )
-    return {"output_store": options.output_dir, "output_dir": staging_folder(str(options.output_dir))}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from paceline.args import launch_environment, serialize
+from paceline.args import construction, launch_environment, serialize
 from paceline.args.choices import (
     LOG_LEVELS,
     HubStrategy,
@@ -21,12 +21,11 @@ from paceline.args.choices import (
     SchedulerType,
 )
 from paceline.args.coercion import coerce_option, to_mapping
-from paceline.args.construction import GIVEN, TOLD, ArgumentsMeta, defaults_of
+from paceline.args.construction import defaults_of, derived_values
 from paceline.args.errors import add_help
 from paceline.args.older_names import OLDER_NAMES, Renamed, Retired, act_on_fields, check_retired
 from paceline.args.option_files import read_mapping
 from paceline.args.plan import check, half_format, resolve_warmup
-from paceline.args.rules import derived_values, surprises
 from paceline.args.secrets import masked
 from paceline.args.sections import Options
 
@@ -43,7 +42,7 @@ ALIASES = {
 
 
 @dataclass(repr=False)
-class TrainingArguments(Options, metaclass=ArgumentsMeta):
+class TrainingArguments(Options, metaclass=construction.ArgumentsMeta):
     """All options of a run, documented at their declaration in `paceline.args.sections` and by `--help`.
 
     Names of earlier releases of transformers are accepted. Values are converted to the option's type on construction
@@ -84,8 +83,8 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
                 self.__dict__[name] = int(steps)
 
     def __post_init__(self) -> None:
-        given = self.__dict__.pop(GIVEN, ())
-        told_before: frozenset[str] | None = self.__dict__.get(TOLD)
+        given = self.__dict__.pop(construction.GIVEN, ())
+        told_before: frozenset[str] | None = self.__dict__.get(construction.TOLD)
         is_copy = told_before is not None
         self.__dict__.update(act_on_fields(self.__dict__, defaults_of(type(self)), type(self).__name__, given, is_copy))
         self._coerce_fields()
@@ -107,11 +106,11 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
         except ValueError as error:
             add_help(error, told)
             raise
-        notes = surprises(self._given, self)
+        notes = construction.surprises(self._given, self)
         for note in notes:
             if note not in (told_before or ()):
                 logger.warning(note)
-        self.__dict__[TOLD] = frozenset([*notes, *(told_before or ())])
+        self.__dict__[construction.TOLD] = frozenset([*notes, *(told_before or ())])
 
     def _take_from_launcher(self) -> str:
         """Fills options that are not given from `accelerate launch`. Returns a sentence that lists them."""
@@ -332,8 +331,12 @@ class TrainingArguments(Options, metaclass=ArgumentsMeta):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Builds arguments from a dict returned by `to_dict` of this package or of transformers."""
-        return cls(**serialize.without_placeholders(values))
+        """Builds arguments from a dict returned by `to_dict` of this package or of transformers.
+
+        In such a dict, values that follow from other options (`greater_is_better` from the metric) are derived anew
+        when those are assigned; in one with some options they are the user's own.
+        """
+        return construction.forget_derived(cls(**serialize.without_placeholders(values)), values)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:

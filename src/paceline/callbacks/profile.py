@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.places import output_folder
 from paceline.args.profiling import Profiling
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
@@ -64,7 +65,7 @@ class ProfileCallback(TrainerCallback):
         self._start_snapshots()
         profiler = require("torch.profiler", "torch")
         self._action = profiler.ProfilerAction
-        folder, rank = Path(str(args.output_dir), FOLDER), int(args.process_index)
+        folder, rank = output_folder(args) / FOLDER, int(args.process_index)
 
         def write(profile: Any) -> None:
             self._write(profile, folder, rank, state)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.memory import accelerator_bytes, process_bytes
@@ -165,7 +166,7 @@ class ReportCallback(TrainerCallback):
 
     def on_media(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the report anew for a figure or table that is recorded after the training."""
-        folder = Path(str(args.output_dir))
+        folder = output_folder(args)
         if self._messages is None and state.is_world_process_zero and (folder / REPORT_FILE).exists():
             _write_page(folder, charts=self.charts)
 
@@ -182,7 +183,7 @@ class ReportCallback(TrainerCallback):
         values["metric_for_best_model"] = args.metric_for_best_model
         values["messages"] = messages
         rows = [*self._measured.rows(), *(values.pop("log_history") or ())]
-        _write_page(Path(str(args.output_dir)), rows=rows, state=values, charts=self.charts)
+        _write_page(output_folder(args), rows=rows, state=values, charts=self.charts)
 
     def _stop(self) -> list[dict[str, Any]]:
         """Ends the collection of messages, and returns them."""

@@ -1,14 +1,17 @@
 """A lock file that admits one training at a time to an output folder, held by rank 0. Standard library only.
 
-The file names its holder and is touched every few seconds. A holder on this machine is looked up in the process table.
-A holder elsewhere counts as dead if the file is not touched for `PATIENCE` seconds by the clock of the waiting process,
-so no two clocks are compared. The file is created with O_EXCL, which also works on network file systems without locks.
+The file names its holder and is touched every few seconds. A holder on this machine is looked up in the process table;
+one that the system hides from this user (/proc mounted with `hidepid`) is alive if it touched the file in the last
+`PATIENCE` seconds. A holder elsewhere counts as dead if the file is not touched for `PATIENCE` seconds by the clock of
+the waiting process, so no two clocks are compared. The file is created with O_EXCL, which also works on network file
+systems without locks.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import subprocess
@@ -75,9 +78,14 @@ class Holder:
         return self.is_here and self.pid == os.getpid() and self.started == _started(self.pid)
 
     def is_alive(self) -> bool:
-        """True if the process, which is on this machine, has not ended. A reused process id is detected."""
+        """True if the process, which is on this machine, has not ended. A reused process id is detected.
+
+        A process that the system hides from this user is alive if its heartbeat is younger than `PATIENCE` seconds.
+        """
         started = _started(self.pid)
-        return started is not None and started == self.started
+        if started == "":
+            return _age(Path(self.path)) < PATIENCE
+        return started == self.started
 
 
 class FolderLock:
@@ -146,7 +154,8 @@ class _Signs(threading.Thread):
         if holder is not None and holder != self.lock.holder:
             self.lock.lost_to = describe(holder)
             return
-        os.utime(self.lock.path, ns=(changed + _STEP, changed + _STEP))
+        signed = max(time.time_ns(), changed + _STEP)  # of a clock that was set back, too, it is another time
+        os.utime(self.lock.path, ns=(signed, signed))
 
     def end(self) -> None:
         """Stops the heartbeat."""
@@ -204,7 +213,7 @@ def is_held(folder: Path) -> bool:
     path = path_in(folder)
     try:
         holder, _, _ = _read(path)
-        age = time.time() - path.stat().st_mtime
+        age = _age(path)
     except OSError:
         return False
     if holder is None or holder.path != str(path):
@@ -318,6 +327,14 @@ def _read(path: Path) -> tuple[Holder | None, bytes, int]:
     return holder if is_one else None, content, changed
 
 
+def _age(path: Path) -> float:
+    """Returns the seconds since the last heartbeat in a lock file; infinity if it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
 def _is_signed_for(path: Path) -> bool:
     """True if a training of this process holds the lock; False if a training ended without releasing it."""
     return any(isinstance(thread, _Signs) and thread.lock.path == path for thread in threading.enumerate())
@@ -333,16 +350,34 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Returns the start time of a process of this machine; None if it does not exist or is a zombie."""
+    """Returns the start time of a process of this machine; None if it does not exist or is a zombie, empty if there
+    is one whose start time this user cannot see, as with /proc mounted with `hidepid`.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        fields = _stat(pid).rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
-    except FileNotFoundError:
+    except OSError:
         if Path("/proc/self/stat").exists():
-            return None
-    except (OSError, IndexError):
+            return "" if _exists(pid) else None
+    except IndexError:
         return None
     return _started_by_ps(pid)
+
+
+def _stat(pid: int) -> str:
+    """Returns Linux's record of a process. Raises OSError if there is no such process, or it is hidden."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+
+
+def _exists(pid: int) -> bool:
+    """True if there is a process with this id, of any user; for systems with /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True
 
 
 def _started_by_ps(pid: int) -> str | None:

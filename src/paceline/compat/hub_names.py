@@ -91,7 +91,7 @@ class HubNames(TrainerNames):
         call_each(self.callback_handler, "on_model_card", self.args, self.state, self.control, make_card=make_card)
 
     def _absolute_output_dir(self) -> Path:
-        return Path(self._get_output_dir(None)).absolute()
+        return self._output_folder()
 
     def _fire_push_begin(self) -> None:
         control = self.run.loop.control if self.run is not None and self.run.loop is not None else self.control

@@ -333,13 +333,13 @@ class PrivateNames:
     ) -> list[str]:
         """Returns the paths of the checkpoints in a folder, oldest first."""
         trainer = cast("Trainer", self)
-        folder = trainer._get_output_dir(None) if output_dir is None else output_dir
+        folder = str(trainer._output_folder()) if output_dir is None else output_dir
         return folders.sort_checkpoints(folder, checkpoint_prefix, use_mtime, trainer.state.best_model_checkpoint)
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Deletes the oldest checkpoints of the run, by step, until `save_total_limit` are left."""
         trainer = cast("Trainer", self)
-        folder = trainer._get_output_dir(None) if output_dir is None else output_dir
+        folder = str(trainer._output_folder()) if output_dir is None else output_dir
         limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
         rotate(folder, Retention(last=limit), best=best, run=trainer.run_mark)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.places import fix_base, placed
 from paceline.args.redeclared import own_options
 from paceline.callbacks.memory_stages import MemoryStages
 from paceline.checkpoint import layout
@@ -40,6 +40,7 @@ class TrainerNames:
             add up to its wall time.
         was_stopped: True if a signal has stopped the last run before its end: a resumed run does the rest.
         step_parts: the optional parts of the optimizer steps of the last run.
+        remote_sync: mirrors the output folder in a store, or None.
         world: rank, world size and device of this process.
     """
 
@@ -55,6 +56,7 @@ class TrainerNames:
     was_stopped: bool = False
     world: Any
     step_parts: Any = None
+    remote_sync: Any = None
 
     @property
     def _own_options(self) -> Any:
@@ -81,6 +83,16 @@ class TrainerNames:
 
     def _get_output_dir(self, trial: object) -> str:
         return str(self.args.output_dir)
+
+    def _output_folder(self, trial: object = None) -> Path:
+        """Returns the absolute path of the output folder, wherever the process is now."""
+        return placed(self.args, self._get_output_dir(trial))
+
+    def _folder_of_run(self, trial: object = None) -> Path:
+        """Returns the output folder of a run that begins now, in the current directory if it is relative."""
+        if not self.is_in_train and self.remote_sync is None:  # a store mirrors the folder that the constructor made
+            fix_base(self.args)
+        return self._output_folder(trial)
 
     # ---- log rows
 
@@ -114,7 +126,7 @@ class TrainerNames:
             TypeError, ValueError: the figure or the name is invalid.
         """
         if self.is_world_process_zero():
-            folder = Path(self._get_output_dir(None))
+            folder = self._output_folder()
             self._tell_media(media.make_figure(folder, name, self.state.global_step, figure))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -129,7 +141,7 @@ class TrainerNames:
             ValueError: the name is invalid, or a row has not one cell for each column.
         """
         if self.is_world_process_zero():
-            folder = Path(self._get_output_dir(None))
+            folder = self._output_folder()
             self._tell_media(media.make_table(folder, name, self.state.global_step, columns, rows))
 
     def _tell_media(self, made: media.Media) -> None:
@@ -145,7 +157,7 @@ class TrainerNames:
     def save_state(self) -> None:
         """Writes `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
-            self.state.save_to_json(os.path.join(self._get_output_dir(None), STATE_FILE))
+            self.state.save_to_json(str(self._output_folder() / STATE_FILE))
 
     @staticmethod
     def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +172,7 @@ class TrainerNames:
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Writes `{split}_results.json` to the output folder, and merges into `all_results.json` if `combined`."""
         if self.is_world_process_zero():
-            save_metrics(Path(self._get_output_dir(None)), split, metrics, combined)
+            save_metrics(self._output_folder(), split, metrics, combined)
 
     # ---- callbacks and processes
 

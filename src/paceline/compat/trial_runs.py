@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import UnsupportedOption, did_you_mean
+from paceline.args.places import output_folder
 from paceline.checkpoint.layout import CALLBACKS
 from paceline.checkpoint.lock import acquire
 from paceline.checkpoint.resuming import STATE_FILE
@@ -172,7 +173,7 @@ class TrialRuns:
     def __init__(self, trainer: Trainer, num_objectives: int) -> None:
         self.trainer, self.num_objectives = trainer, num_objectives
         self.args = trainer.args
-        self.folder = Path(str(trainer.args.output_dir)).absolute()
+        self.folder = output_folder(trainer.args)
         self.name = ""
         self._before = {name: vars(trainer)[name] for name in REPLACED + OF_SEARCH if name in vars(trainer)}
         self._of_handler = {name: getattr(trainer.callback_handler, name) for name in OF_HANDLER}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ import torch
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.packing import JOINING, budget_of, order_of, packing_of, row_length_of, sampling_of, tokens_of
+from paceline.args.places import as_given, output_folder
 from paceline.args.sharding import wants_shards
 from paceline.callbacks.flow import DefaultFlowCallback
 from paceline.callbacks.memory_stages import MemoryStages
@@ -268,7 +268,7 @@ def evaluation_options_of(trainer: Trainer) -> EvaluationOptions:
         host_every=args.eval_accumulation_steps or 1,
         dtype=dtype,
         spill_bytes=None if math.isinf(args.eval_spill_gb) else int(args.eval_spill_gb * 2**30),
-        spill_folder=args.output_dir,
+        spill_folder=str(output_folder(args)),
         extra_rows=() if trainer.augmented is None else augmentations.EXTRA_ROWS,
     )
 
@@ -441,6 +441,7 @@ def save_hooks_of(trainer: Trainer) -> SaveHooks:
         load_scaler=trainer._load_scaler,
         load_rng_state=trainer._load_rng_state,
         load_best_model=trainer._load_best_model,
+        name_checkpoint=partial(as_given, trainer.args),
         store_flos=trainer.store_flos,
         push=trainer._push_from_checkpoint,
         fire_saved=fire_saved,
@@ -490,7 +491,7 @@ def remote_sync_of(trainer: Trainer) -> RemoteSync | None:
         retention = retention_of(owner._own_options) if owner.run_mark is not None else Retention()
         return retention, list(owner.state.log_history), owner.state.best_model_checkpoint, owner.run_mark
 
-    return output_store.begin(args.output_store, Path(str(args.output_dir)), policy)
+    return output_store.begin(args.output_store, output_folder(args), policy)
 
 
 def copy_of(trainer: Trainer, options: dict[str, Any], callbacks: list[Any]) -> Trainer:

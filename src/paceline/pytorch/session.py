@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.args.construction import derived_values
+from paceline.args.places import placed
 from paceline.args.plan import Plan, resolve, resolve_update
-from paceline.args.rules import derived_values
 from paceline.args.sharding import wants_shards
 from paceline.checkpoint import layout as names
 from paceline.checkpoint.lock import FolderLock
@@ -185,7 +186,8 @@ class Session(core.Session[Run, TrainerProtocol]):
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
         wanted = self.options.resume_from_checkpoint if resume is None else resume
-        return find_for_all(self.world, wanted, str(self.options.output_dir), self.options.output_store)
+        found = find_for_all(self.world, wanted, str(self.options.output_dir), self.options.output_store)
+        return None if found is None else placed(self.options, found)
 
     def open_data(self, checkpoint: Path | None) -> tuple[StatefulDataIterator, Plan]:
         self.resumed_batch_size = self.find_batch_size(checkpoint)
@@ -458,7 +460,7 @@ class Session(core.Session[Run, TrainerProtocol]):
         return gather_objects(self.world, seconds)
 
     def load_best(self, checkpoint: Path) -> bool:
-        return self.facade._make_checkpointer().load_best(checkpoint)
+        return self.facade._make_checkpointer().load_best(placed(self.options, checkpoint))
 
     # ---- the parts
 

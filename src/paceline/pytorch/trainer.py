@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from paceline.args.adopt import adopt, apply_log_level
 from paceline.args.packing import tokens_of
+from paceline.args.places import fix_base, placed
 from paceline.args.plan import Plan, resolve_update
 from paceline.args.redeclared import own_options
 from paceline.args.training import TrainingArguments
@@ -157,7 +158,7 @@ class Trainer(HubNames, ForSubclasses):
         tokenizer: Any = None,
         teacher: nn.Module | str | Path | None = None,
     ) -> None:
-        self.args = adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        self.args = fix_base(adopt(args) if args is not None else TrainingArguments(output_dir="tmp_trainer"))
         apply_log_level(self.args)
         self.processing_class = validation.choose_processor(processing_class, tokenizer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -461,8 +462,7 @@ class Trainer(HubNames, ForSubclasses):
 
     def _run_training(self, resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         self._hp_search_setup(trial)
-        folder = Path(self._get_output_dir(trial))
-        return self._make_session().train(folder, resume, trial, ignore_keys)
+        return self._make_session().train(self._folder_of_run(trial), resume, trial, ignore_keys)
 
     def _train_with(
         self, options: dict[str, Any], callbacks: Sequence[TrainerCallback], checkpoint: str | None
@@ -709,7 +709,7 @@ class Trainer(HubNames, ForSubclasses):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model and the processing class for loading, and pushes them if `push_to_hub` is set."""
-        folder = self._get_output_dir(None) if output_dir is None else output_dir
+        folder = str(self._output_folder()) if output_dir is None else output_dir
         files = parts.model_files_of(self)
         with parts.weights_to_save(self):
             is_done = not _internal_call and is_ours(self._save) and files.stream(Path(folder))
@@ -720,14 +720,14 @@ class Trainer(HubNames, ForSubclasses):
             self._make_publisher().push_saved_model()
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        folder = self._get_output_dir(None) if output_dir is None else output_dir
+        folder = str(self._output_folder()) if output_dir is None else output_dir
         parts.model_files_of(self).write(Path(folder), state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: Any = None) -> None:
         """Saves a checkpoint now. `metrics` is ignored (an argument of transformers 4): the run has already recorded
         the best metric.
         """
-        self._make_checkpointer().save(Path(self._get_output_dir(trial)))
+        self._make_checkpointer().save(self._output_folder(trial))
 
     def _make_checkpointer(self) -> checkpointer.Checkpointer:
         return parts.checkpointer_of(self)
@@ -751,7 +751,7 @@ class Trainer(HubNames, ForSubclasses):
         """Loads the weights of the best checkpoint."""
         logger.info("Loading best model from %s (score: %s).", self.state.best_model_checkpoint, self.state.best_metric)
         assert self.state.best_model_checkpoint is not None
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(str(placed(self.args, self.state.best_model_checkpoint)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.places import as_given, output_folder
 from paceline.checkpoint.retention import retention_of
 from paceline.hub.described import CardFacts
 from paceline.predictions.augmentation import AugmentedSteps, TestTimeAugmentation
@@ -124,7 +124,7 @@ def evaluator_of(trainer: TFTrainer, on_step: Callable[[], None]) -> Evaluator:
             concatenates=args.eval_do_concat_batches,
             include=tuple(args.include_for_metrics or ()),
             spill_gb=args.eval_spill_gb,
-            spill_folder=str(args.output_dir),
+            spill_folder=str(output_folder(args)),
         ),
         compute_metrics=trainer.compute_metrics,
         preprocess=trainer.preprocess_logits_for_metrics,
@@ -153,7 +153,8 @@ def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
     """Returns the checkpointer of the current model and optimizer."""
     args = trainer._own_options
     return Checkpointer(
-        folder=Path(str(args.output_dir)),
+        folder=output_folder(args),
+        name_checkpoint=partial(as_given, trainer.args),
         model=trainer.model,
         optimizer=trainer.optimizer,
         schedule=trainer.lr_scheduler,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.args.errors import UnsupportedOption
+from paceline.args.places import output_folder, placed
 from paceline.args.plan import Plan, resolve
 from paceline.args.sections import Options
 from paceline.checkpoint import folders
@@ -394,6 +395,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
             self.averages.adopt()
 
     def load_best(self, checkpoint: Path) -> bool:
+        checkpoint = placed(self.options, checkpoint)
         problems = folders.verify(checkpoint)
         if problems:
             reason = "; ".join(problems[:3])
@@ -518,7 +520,7 @@ def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
     Raises:
         ValueError: the named checkpoint is damaged, or True was given and there is no checkpoint.
     """
-    folder = Path(args.output_dir)
+    folder = output_folder(args)
     wanted = args.resume_from_checkpoint if resume is None else resume
     if wanted is None:
         folders.recover(folder, logger.warning)
@@ -528,7 +530,8 @@ def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
                 "Resuming from %s. train(resume_from_checkpoint=False) begins anew; so does another output_dir.", found
             )
         return found
-    return find_checkpoint(wanted, args.output_dir, args.output_store)
+    found = find_checkpoint(wanted, args.output_dir, args.output_store)
+    return None if found is None else placed(args, found)
 
 
 def make_watch(args: Options, strategy: object, model: object) -> Watch | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.adopt import apply_log_level
+from paceline.args.places import fix_base, output_folder
 from paceline.args.rules import check_for_run
 from paceline.callbacks.defaults import with_defaults
 from paceline.callbacks.memory_stages import MemoryStages
@@ -76,6 +77,7 @@ def checked_arguments(args: Any) -> TFTrainingArguments:
     check_for_run(found)
     check_tensorflow(found)
     apply_log_level(found)
+    fix_base(found)
     return found
 
 
@@ -326,8 +328,7 @@ class TFTrainer(HubNames):
         """
         parts.check_overrides(self, "train_step")
         with self.memory_stages.measuring("train"):
-            folder = Path(self._get_output_dir(None))
-            return self._make_session().train(folder, resume_from_checkpoint)
+            return self._make_session().train(self._folder_of_run(), resume_from_checkpoint)
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
         """Returns (loss, predictions) of a batch on one replica, traced. Override this method to change the loss.
@@ -496,7 +497,7 @@ class TFTrainer(HubNames):
         """Saves the model with `save_pretrained`, as `model.keras`, or as a SavedModel; pushes it if requested."""
         if not self.args.should_save:
             return
-        folder = Path(str(self.args.output_dir) if output_dir is None else output_dir)
+        folder = output_folder(self.args) if output_dir is None else Path(output_dir)
         with self._averaged():
             save_model(self.model, folder)
         if callable(getattr(self.processing_class, "save_pretrained", None)):

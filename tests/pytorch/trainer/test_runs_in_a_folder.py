@@ -396,3 +396,67 @@ def test_a_rotation_that_user_code_asks_for_goes_by_no_clock(tmp_path: Path) -> 
     trainer.__class__ = SavesItself
     trainer.train()
     assert steps_in(tmp_path) == [10, 12]
+
+
+# ---- a relative output_dir, and a process that changes its directory
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def moved_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Trainer, Path, Path]:
+    """A run with `output_dir="out"` that leaves its directory after step 3 for good."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    monkeypatch.chdir(before)
+    move = At(3, lambda: monkeypatch.chdir(after))
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, **options}
+    trainer = make_trainer(
+        Path("out"), Classifier(), DATA, eval_dataset=DATA[:4], callbacks=[move], save_strategy="steps", save_steps=2,
+        max_steps=6, save_total_limit=2, logging_steps=1, report_to=["jsonl", "csv"], **options,
+    )  # fmt: skip
+    return trainer, before, after
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_run_whose_process_changes_its_directory_stays_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    trainer, before, after = moved_run(tmp_path, monkeypatch, save_in_background=in_background)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", {"loss": 1.0})
+    trainer.log_table("samples", ["a"], [["b"]])
+    assert files_in(after) == set()
+    out = before / "out"
+    assert len(steps_in(out)) == 2
+    assert len(read_rows(out / JOURNAL_FILE)) == 6
+    assert sum("loss" in json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()) == 6
+    assert {RECORD_NAME, "model.safetensors", "trainer_state.json", "train_results.json", "log.csv"} <= files_in(out)
+    # texts that scripts compare are as the user gave them
+    assert trainer.args.output_dir == "out"
+    assert trainer.state.best_model_checkpoint == f"out/checkpoint-{trainer.state.best_global_step}"
+
+
+def test_a_directory_left_for_a_moment_gets_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, before, after = moved_run(tmp_path, monkeypatch)
+    trainer.add_callback(At(5, lambda: monkeypatch.chdir(before)))
+    trainer.train()
+    assert files_in(after) == set()
+    assert steps_in(before / "out")[-1] == 6
+
+
+def test_each_run_is_in_the_directory_where_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with transformers: a notebook that changes its directory between two calls trains in the new one."""
+    trainer, before, after = moved_run(tmp_path, monkeypatch)
+    trainer.train()
+    trainer.train()
+    assert steps_in(after / "out")[-1] == 6
+    monkeypatch.chdir(before)
+    trainer.args.max_steps = 8
+    trainer.train(resume_from_checkpoint="out/checkpoint-6")
+    assert steps_in(before / "out")[-1] == 8
+    assert steps_in(after / "out")[-1] == 6

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.secrets import mask_text, masked
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.printer import FOR_TRACKERS
@@ -99,7 +100,7 @@ class FileReporter(Reporter):
         self._outbox = RetryWriter()
         if not state.is_world_process_zero:
             return
-        path = Path(str(args.output_dir), self.file_name)
+        path = output_folder(args) / self.file_name
         is_new = state.global_step == 0
         begin = partial(set_aside, path) if is_new else partial(self.truncate, path, state.global_step)
         self._outbox.put(path, begin)
@@ -109,7 +110,7 @@ class FileReporter(Reporter):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        path = Path(str(args.output_dir), self.file_name)
+        path = output_folder(args) / self.file_name
         row = masked(metrics.jsonable(self.row(logs, state)))
         self._outbox.retry()
         self._outbox.put(path, partial(self.append, path, row))

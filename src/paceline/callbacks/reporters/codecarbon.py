@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import Reporter, changed_project
 from paceline.callbacks.reporters.service import require_installed, signals_kept
@@ -43,8 +43,9 @@ class CodeCarbonCallback(Reporter):
             return
         self._stop()  # of a training that an error ended
         codecarbon: Any = require("codecarbon", "codecarbon")
-        Path(str(args.output_dir)).mkdir(parents=True, exist_ok=True)
-        options = {"output_dir": str(args.output_dir)}
+        folder = output_folder(args)
+        folder.mkdir(parents=True, exist_ok=True)
+        options = {"output_dir": str(folder)}
         project = None if "CODECARBON_PROJECT_NAME" in os.environ else changed_project(args)
         if project is not None:
             options["project_name"] = project

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import CARD_FILE, changed_project, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
@@ -98,7 +99,9 @@ class CometCallback(ServiceReporter):
 
     def upload_at_end(self, args: TrainingArguments, state: TrainerState, model: object, processor: object) -> None:
         if self._log_assets:
-            self._run.log_asset_folder(str(args.output_dir), step=state.global_step, log_file_name=True, recursive=True)
+            self._run.log_asset_folder(
+                str(output_folder(args)), step=state.global_step, log_file_name=True, recursive=True
+            )
 
     def close_run(self) -> None:
         self._run.end()

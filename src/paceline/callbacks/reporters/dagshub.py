@@ -7,6 +7,7 @@ import urllib.parse
 from pathlib import PurePosixPath
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import is_set
 from paceline.callbacks.reporters.mlflow import MLflowCallback
@@ -52,7 +53,7 @@ class DagsHubCallback(MLflowCallback):
             return
         branch = os.environ.get("BRANCH") or "main"
         repository = require("dagshub.upload", "dagshub").Repo(owner=self.owner, name=self.name, branch=branch)
-        repository.directory(ARTIFACTS).add_dir(str(args.output_dir))
+        repository.directory(ARTIFACTS).add_dir(str(output_folder(args)))
 
 
 def repository_of(uri: str) -> tuple[str, str]:

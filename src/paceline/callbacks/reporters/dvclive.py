@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import CARD_FILE, OF_THE_WHOLE_RUN, grouped, is_set
 from paceline.callbacks.reporters.service import ServiceReporter
@@ -94,12 +95,12 @@ class DVCLiveCallback(ServiceReporter):
         Path(self._run.dir, CARD_FILE).write_text(text, encoding="utf-8")
 
     def upload(self, folder: Path, args: TrainingArguments, state: TrainerState) -> None:
-        self._run.log_artifact(str(args.output_dir))
+        self._run.log_artifact(str(output_folder(args)))
 
     def upload_at_end(self, args: TrainingArguments, state: TrainerState, model: Any, processor: Any) -> None:
         if self._log_model is not True or model is None:
             return
-        folder = Path(str(args.output_dir), "best" if args.load_best_model_at_end else "last")
+        folder = output_folder(args) / ("best" if args.load_best_model_at_end else "last")
         folder.mkdir(parents=True, exist_ok=True)
         save_model(model, processor, folder)
         if self._card:

@@ -14,9 +14,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
     CARD_FILE,
@@ -232,7 +232,7 @@ class MLflowCallback(CardReporter):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log_artifacts and self._run_id is not None:
             self._check_server()
-            folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+            folder = output_folder(args) / f"checkpoint-{state.global_step}"
             self._ml_flow.MlflowClient().log_artifacts(self._run_id, str(folder), artifact_path=folder.name)
 
     def on_train_end(

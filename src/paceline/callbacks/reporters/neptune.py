@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from paceline.args.places import placed
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import grouped
 from paceline.callbacks.reporters.service import ServiceReporter
@@ -154,7 +155,7 @@ class NeptuneCallback(ServiceReporter):
 
     def upload_at_end(self, args: TrainingArguments, state: TrainerState, model: object, processor: object) -> None:
         if self._log_checkpoints == "best" and state.best_model_checkpoint:
-            self._run[f"{self._base}/checkpoints/best"].upload_files(str(state.best_model_checkpoint))
+            self._run[f"{self._base}/checkpoints/best"].upload_files(str(placed(args, state.best_model_checkpoint)))
 
     def close_run(self) -> None:
         self._run.stop()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
     CardReporter,
@@ -370,7 +371,7 @@ def settings_with_size(args: TrainingArguments, model: Any) -> dict[str, Any]:
 
 def checkpoint_of(args: TrainingArguments, state: TrainerState) -> Path:
     """Returns the folder of the checkpoint of the current step."""
-    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+    return output_folder(args) / f"checkpoint-{state.global_step}"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.args.places import output_folder, placed
 from paceline.args.secrets import mask_text
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import CardReporter, MakeCard, grouped, run_name_of
@@ -122,10 +123,10 @@ def logging_folder(args: TrainingArguments, state: TrainerState) -> str:
     """Returns the folder of the event files."""
     chosen = getattr(args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
     if chosen and not state.is_hyper_param_search:
-        return str(Path(chosen).expanduser())
+        return str(placed(args, Path(chosen).expanduser()))
     name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
     run_name = re.sub(r"[^\w.-]+", "-", run_name_of(args) or "")
-    folder = Path(str(args.output_dir), "runs", f"{name}_{run_name}" if run_name else name)
+    folder = output_folder(args) / "runs" / (f"{name}_{run_name}" if run_name else name)
     if state.is_hyper_param_search and state.trial_name is not None:
         folder = folder / state.trial_name
     return str(folder)

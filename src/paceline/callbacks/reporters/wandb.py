@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.base import (
     CARD_FILE,
@@ -171,7 +172,7 @@ class WandbCallback(CardReporter):
         if run is None:
             return
         aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
-        self._upload(run, args, Path(str(args.output_dir), f"checkpoint-{state.global_step}"), aliases)
+        self._upload(run, args, output_folder(args) / f"checkpoint-{state.global_step}", aliases)
 
     def record_card(self, make_card: MakeCard, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Makes the model card the notes of the run, unless it has some; the artifact of the model gets it too."""

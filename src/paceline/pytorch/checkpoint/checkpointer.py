@@ -55,6 +55,7 @@ class SaveHooks:
         save_model, save_optimizer_and_scheduler, save_scaler, save_rng_state: write their part into a folder.
         load_optimizer_and_scheduler, load_scaler, load_rng_state: read that part back.
         load_best_model: loads the weights of the best checkpoint.
+        name_checkpoint: returns the text of a checkpoint's folder in the state: relative if `output_dir` is.
         store_flos: adds the floating-point operations counted so far to the state.
         push: uploads a published checkpoint to the hub.
         fire_saved: fires `on_save`.
@@ -71,6 +72,7 @@ class SaveHooks:
     load_scaler: Callable[[str], Any]
     load_rng_state: Callable[[str], Any]
     load_best_model: Callable[[], Any]
+    name_checkpoint: Callable[[Path], str]
     store_flos: Callable[[], None]
     push: Callable[[str], Any]
     fire_saved: Callable[[], None]
@@ -264,7 +266,7 @@ class Checkpointer:
     def _report_failure(self, folder: Path, best_before: str | None, error: BaseException) -> None:
         """Logs that a checkpoint was not written, and restores the previous best checkpoint in the state."""
         saves = self.saves
-        if self.state.best_model_checkpoint == str(folder) and not folder.is_dir():
+        if self.state.best_model_checkpoint == self.hooks.name_checkpoint(folder) and not folder.is_dir():
             self.state.record_best(best_before)
         saves.failed.append(folder.name)
         kept = saves.postponed is not None and saves.postponed.folder == folder
@@ -289,7 +291,7 @@ class Checkpointer:
             return False
         best = folder.with_name(folders.checkpoint_name(self.state.best_global_step))
         if (best == folder and is_coming) or (best.is_dir() and is_part(self.read_mark(), best.name, mark_of(best))):
-            self.state.record_best(str(best))
+            self.state.record_best(self.hooks.name_checkpoint(best))
         return best == folder
 
     def _tidy(self, output_dir: Path) -> None:
@@ -313,7 +315,7 @@ class Checkpointer:
         self.saves.writer.join()
         written = self.saves.finish_postponed()
         if written is not None:
-            self.state.record_best(str(written))
+            self.state.record_best(self.hooks.name_checkpoint(written))
         if self.saves.failed:
             logger.error("The run ends without %s: see the warnings above.", ", ".join(self.saves.failed))
         self._tidy(output_dir)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from paceline.args.errors import UnsupportedOption, wrong_value
+from paceline.args.places import output_folder
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import TrainerControl, TrainerState
@@ -131,7 +132,7 @@ class SnapshotEnsemble(TrainerCallback):
             self.folders = self.folders[-self.last :]
 
     def _folder(self, args: TrainingArguments, number: int) -> Path:
-        return Path(str(args.output_dir), FOLDER, f"snapshot-{number}")
+        return output_folder(args) / FOLDER / f"snapshot-{number}"
 
 
 def write(model: nn.Module, folder: Path) -> None:

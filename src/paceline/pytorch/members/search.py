@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.args.errors import UnsupportedOption
 from paceline.args.members import Member
+from paceline.args.places import output_folder
 from paceline.callbacks.defaults import with_defaults
 from paceline.core.events import TrainerCallback
 from paceline.core.methods import is_ours
@@ -124,7 +125,7 @@ def search(
         raise SearchError("backend='members' has no default space: give hp_space.")
     if hp_name is not None:
         raise SearchError("backend='members' names its trials run-0, run-1 ...: leave hp_name out.")
-    tell_of_earlier(Path(str(trainer.args.output_dir)))
+    tell_of_earlier(output_folder(trainer.args))
     trials = [RandomTrial(number, trainer.args.seed) for number in range(n_trials)]
     params = [check_params(hp_space(trial)) for trial in trials]
     best: BestRun | None = None
@@ -228,7 +229,7 @@ def train_group(trainer: Trainer, params: Sequence[dict[str, Any]], start: int, 
         members.append(replace(members[0], name="unused"))
     kind = load("paceline.pytorch.members.trainer:MembersTrainer")
     run = kind(
-        args=replace(trainer.args, output_dir=str(Path(str(trainer.args.output_dir), f"members-{group}"))),
+        args=replace(trainer.args, output_dir=str(output_folder(trainer.args) / f"members-{group}")),
         members=members,
         model_init=trainer.model_init,
         train_dataset=trainer.train_dataset,

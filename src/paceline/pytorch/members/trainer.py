@@ -534,7 +534,7 @@ class MembersTrainer(Trainer):
         Returns:
             The folders, which `from_pretrained`, or `load_state_dict` for plain modules, and `ensemble_predict` load.
         """
-        base = Path(self._get_output_dir(None) if output_dir is None else output_dir, FOLDER)
+        base = (self._output_folder() if output_dir is None else Path(output_dir)) / FOLDER
         for number, member in enumerate(self.members):
             folder = base / str(member.name)
             with self._shown(self.stack.member(number, shares=True)):

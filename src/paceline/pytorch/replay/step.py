@@ -155,7 +155,7 @@ def replay(
     if blame:
         check_blame(trainer.strategy)
     snapshot = StepSnapshot(step) if blame else None
-    folder = Path(run if run is not None else trainer._get_output_dir(None))
+    folder = Path(run) if run is not None else trainer._output_folder()
     recorded = recorded_row(folder / JOURNAL_FILE, step)
     start = newest_before(folder, step)
     first = 1 if start is None else folders.step_of(start) + 1

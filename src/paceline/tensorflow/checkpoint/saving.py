@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +72,7 @@ class Checkpointer:
 
     Args:
         folder: the output folder.
+        name_checkpoint: returns the text of a checkpoint's folder in the state: relative if `output_dir` is.
         model: its variables are saved, and also the files of its `save_pretrained` if it has that method.
         optimizer: its variables are saved too.
         schedule: the learning-rate schedule; saved if it depends on evaluations.
@@ -87,6 +88,7 @@ class Checkpointer:
     """
 
     folder: Path
+    name_checkpoint: Callable[[Path], str] = str
     model: Any
     optimizer: Any
     schedule: Any
@@ -158,7 +160,7 @@ class Checkpointer:
         if state.best_global_step:
             best = folder.with_name(folders.checkpoint_name(state.best_global_step))
             if best == folder or (best.is_dir() and is_part(mark, best.name, mark_of(best))):
-                return str(best)
+                return self.name_checkpoint(best)
         return state.best_model_checkpoint
 
     def _write_beside(self, folder: Path) -> None:
