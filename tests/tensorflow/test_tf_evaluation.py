@@ -17,7 +17,7 @@ from paceline import (
 )
 from paceline.core.streaming import Accuracy
 from paceline.tensorflow.framework import keras, tf
-from paceline.tensorflow.session import evaluation_samples
+from paceline.tensorflow.parts import evaluation_samples
 
 DATA = make_data(10)
 

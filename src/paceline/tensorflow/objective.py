@@ -205,11 +205,7 @@ class Objective:
         given = {}
         if wanted and labels is not None:
             given = dict(labels) if isinstance(labels, Mapping) else {"labels": labels}
-        if given and self.label_smoothing:
-            raise ValueError(
-                f"label_smoothing_factor={self.label_smoothing}: the model takes `labels` and returns a loss of its "
-                "own; smooth the targets there, or in a compute_loss_func, and set label_smoothing_factor=0."
-            )
+            self._refuse_smoothing()
         share = self._share
         outputs = self.call(features, training, given)
         self._share = share  # replicas share this object, and a layer that waits for the others lets them begin
@@ -224,6 +220,13 @@ class Objective:
             weights = None if self._share is None else self._share.sample_weight
             self.compiled.update_metrics(features, labels, outputs, weights)
         return self.loss_of(outputs, labels, num_items), predictions_of(outputs)
+
+    def _refuse_smoothing(self) -> None:
+        if self.label_smoothing:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing}: the model takes `labels` and returns a loss of its "
+                "own; smooth the targets there, or in a compute_loss_func, and set label_smoothing_factor=0."
+            )
 
     def call(self, features: Any, training: bool, given: Mapping[str, Any]) -> Any:
         """Returns the model's outputs; a dict of features is passed as keywords if `call` has such parameters."""

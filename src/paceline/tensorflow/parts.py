@@ -15,15 +15,16 @@ from paceline.predictions.augmentation import AugmentedSteps, TestTimeAugmentati
 from paceline.tensorflow.augmentation import ArraySteps
 from paceline.tensorflow.checkpoint.resume_state import RunInProgress
 from paceline.tensorflow.checkpoint.saving import Checkpointer
+from paceline.tensorflow.data.sources import check_batching, is_columns
 from paceline.tensorflow.evaluation import EvaluationSettings, Evaluator
-from paceline.tensorflow.model_card import card_facts
+from paceline.tensorflow.model_card import card_facts, num_samples
 from paceline.tensorflow.model_card import optimizer_of as describe_optimizer
 from paceline.tensorflow.optim.choose import SETTINGS, choose_optimizer, described_schedule
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.optim.optimizers import OptimizerSettings, make_optimizer
 from paceline.tensorflow.optim.schedules import StepSchedule
 from paceline.tensorflow.overrides import check_methods, check_step
-from paceline.tensorflow.precision import evaluation_precision
+from paceline.tensorflow.precision import evaluation_precision, in_precision
 from paceline.tensorflow.token_counter import token_counter
 
 if TYPE_CHECKING:
@@ -40,6 +41,44 @@ def check_overrides(trainer: TFTrainer, step: str) -> None:
     """
     check_methods(type(trainer).__name__, dir(trainer))
     check_step(trainer.model, step, partial(getattr, trainer))
+
+
+# ---- evaluation data
+
+
+def evaluation_samples(data: Any) -> int | None:
+    """Returns the samples of one evaluation of a dataset, or of a dict of several; None if one has no known length."""
+    lengths = [num_samples(each) for each in evaluation_sets(data)]
+    return None if None in lengths else sum(filter(None, lengths))
+
+
+def evaluation_sets(data: Any) -> list[Any]:
+    """Returns the datasets of one evaluation: a dataset, or those in a dict of several."""
+    return list(data.values()) if isinstance(data, dict) and not is_columns(data) else [data]
+
+
+def check_evaluation(args: Any, model: object, eval_dataset: object, collator: Callable[..., Any] | None) -> None:
+    """Checks before training that evaluations will work.
+
+    Args:
+        args: the arguments.
+        model: the model.
+        eval_dataset: the evaluation data.
+        collator: the collator of evaluations; None if they make their own batches.
+
+    Raises:
+        ValueError: there is no evaluation data, or the model cannot compute in the precision of evaluations.
+        UnsupportedOption: there is a collator, and an evaluation set makes its own batches.
+    """
+    if str(args.eval_strategy) == "no":
+        return
+    if eval_dataset is None:
+        raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
+    precision = evaluation_precision(args.mixed_precision, bf16=args.bf16_full_eval, fp16=args.fp16_full_eval)
+    with in_precision(model, *precision):
+        pass
+    for data in evaluation_sets(eval_dataset):
+        check_batching(data, collator)
 
 
 # ---- optimizer and schedule

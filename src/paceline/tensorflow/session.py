@@ -40,22 +40,22 @@ from paceline.core.optional import LateModule
 from paceline.core.session import Kept
 from paceline.core.signals import StopSignals
 from paceline.core.state import TrainerState
-from paceline.tensorflow import header
+from paceline.tensorflow import header, parts
 from paceline.tensorflow.arguments import check_tensorflow
 from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlogged, restore_position, wrap_load_error
 from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
 from paceline.tensorflow.checkpoint.variables import restore_variables
 from paceline.tensorflow.data.feed import TFFeed
-from paceline.tensorflow.data.sources import Source, check_batching, is_columns, source_of_batches
+from paceline.tensorflow.data.sources import Source, source_of_batches
 from paceline.tensorflow.devices import World
 from paceline.tensorflow.engine import TFEngine, is_own
 from paceline.tensorflow.framework import keras, plain, tf
-from paceline.tensorflow.model_card import count_numbers, num_samples
+from paceline.tensorflow.model_card import count_numbers
 from paceline.tensorflow.objective import Objective
 from paceline.tensorflow.optim.averages import WeightAverages, averaging, make_averages, warn_of_average
 from paceline.tensorflow.optim.following import FollowingSchedule
 from paceline.tensorflow.overflow import Watch
-from paceline.tensorflow.precision import evaluation_precision, in_precision, needs_loss_scale
+from paceline.tensorflow.precision import in_precision, needs_loss_scale
 from paceline.tensorflow.randomness import hold_generators, keras_state, seed_everything
 from paceline.tensorflow.rollback import Rollback, Snapshot
 from paceline.tensorflow.traces import trace_again
@@ -166,23 +166,13 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
             )
         seed_everything(args.seed, is_deterministic=args.full_determinism, tf32=args.tf32)
         self.facade.remake_model()
-        check_evaluation(args, self.facade.eval_dataset, self.model)
-        self.check_evaluation_batches()
+        facade = self.facade
+        is_overridden = any(is_own(getattr(facade, name), name) for name in ("evaluate", "get_eval_tfdataset"))
+        collator = None if is_overridden else facade.data_collator
+        parts.check_evaluation(args, self.model, facade.eval_dataset, collator)
         with self.strategy.scope():
             hold_generators(self.model, args.seed)
             keras_state()  # created now, so that a resume restores it before the first step
-
-    def check_evaluation_batches(self) -> None:
-        """Checks before training that evaluations can use the collator.
-
-        Raises:
-            UnsupportedOption: an evaluation set makes its own batches.
-        """
-        methods = ("evaluate", "get_eval_tfdataset")
-        if self.options.eval_strategy == "no" or any(is_own(getattr(self.facade, name), name) for name in methods):
-            return
-        for data in evaluation_sets(self.facade.eval_dataset):
-            check_batching(data, self.facade.data_collator)
 
     def find_checkpoint(self, resume: str | bool | None) -> Path | None:
         return choose_checkpoint(self.options, resume)
@@ -218,7 +208,7 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
         is_local = self.world.local_process_index == 0
         state = begin_state(plan, checkpoint, is_local_process_zero=is_local, is_world_process_zero=is_first)
         if self.options.eval_strategy != "no":
-            state.num_eval_samples = evaluation_samples(self.facade.eval_dataset)
+            state.num_eval_samples = parts.evaluation_samples(self.facade.eval_dataset)
         return state
 
     def begin_mark(self, folder: Path, checkpoint: Path | None) -> RunMark:
@@ -484,32 +474,6 @@ def session_of(facade: object, phases: object) -> Session:
         return Session(facade)
     made: Session = importlib.import_module("paceline.tensorflow.phases.session").PhasedSession(facade)
     return made
-
-
-def evaluation_samples(data: Any) -> int | None:
-    """Returns the samples of one evaluation of a data set, or of a dict of several; None if one has no known length."""
-    lengths = [num_samples(each) for each in evaluation_sets(data)]
-    return None if None in lengths else sum(filter(None, lengths))
-
-
-def evaluation_sets(data: Any) -> list[Any]:
-    """Returns the data sets of one evaluation: a data set, or those in a dict of several."""
-    return list(data.values()) if isinstance(data, dict) and not is_columns(data) else [data]
-
-
-def check_evaluation(args: Any, eval_dataset: object, model: object) -> None:
-    """Checks before training that evaluations will work.
-
-    Raises:
-        ValueError: there is no evaluation data, or the model cannot compute in the precision of evaluations.
-    """
-    if str(args.eval_strategy) == "no":
-        return
-    if eval_dataset is None:
-        raise ValueError(f"eval_strategy='{args.eval_strategy}' needs an eval_dataset: pass one to TFTrainer.")
-    precision = evaluation_precision(args.mixed_precision, bf16=args.bf16_full_eval, fp16=args.fp16_full_eval)
-    with in_precision(model, *precision):
-        pass
 
 
 def choose_checkpoint(args: Any, resume: str | bool | None) -> Path | None:
