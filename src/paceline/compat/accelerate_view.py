@@ -1,7 +1,7 @@
 """The members of accelerate's Accelerator that subclasses use on `trainer.accelerator`, over our world and strategy.
 
 The view is for code written for transformers; paceline itself does not use it. If accelerate can be imported, creating
-the view initialises accelerate's process state, which its loggers and collectives require.
+the view initializes accelerate's process state, which its loggers and collectives require.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def start_states(use_cpu: bool, mixed_precision: str) -> Any:
-    """Initialises accelerate's process state and Accelerator state. Returns the former; None without accelerate."""
+    """Initializes accelerate's process state and Accelerator state. Returns the former; None without accelerate."""
     found = process_state(use_cpu)
     if found is None:
         return None

@@ -154,8 +154,8 @@ class HubNames(TrainerNames):
             model_name: the title; None for the name of the output folder.
             finetuned_from: the id of the model that training started from; None takes it from the model's config.
             tasks: hub task ids such as "text-classification"; None infers one from the model's class.
-            dataset_tags: hub ids of data sets.
-            dataset, dataset_args: names of the data sets, and their load arguments.
+            dataset_tags: hub ids of datasets.
+            dataset, dataset_args: names of the datasets, and their load arguments.
         """
         if not self.is_world_process_zero():
             return

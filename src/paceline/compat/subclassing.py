@@ -72,7 +72,7 @@ class ForSubclasses(PrivateNames):
     _gather: Any = None
 
     def _meet_subclass(self) -> None:
-        """Initialises accelerate's states for a library's trainer, and warns of its methods that no run calls."""
+        """Initializes accelerate's states for a library's trainer, and warns of its methods that no run calls."""
         self._tell_of_uncalled()
         if "accelerate" in sys.modules and not type(self).__module__.startswith("paceline."):
             assert self.accelerator is not None  # accelerate's functions may be called before the view is used

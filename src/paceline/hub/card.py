@@ -47,7 +47,7 @@ _TASKS = {
     "ForCTC": "automatic-speech-recognition",
     "ForImageTextToText": "image-text-to-text",
 }
-# builders of `datasets` for local files, which do not identify a data set on the hub
+# builders of `datasets` for local files, which do not identify a dataset on the hub
 _LOADERS = {"csv", "json", "pandas", "parquet", "text", "arrow", "generator", "imagefolder", "audiofolder", None}
 
 
@@ -168,7 +168,7 @@ def evaluations(run: CardRun, options: CardOptions, tasks: list[str], datasets: 
 
 
 def results_named(options: CardOptions, datasets: object) -> list[str]:
-    """Returns the names of the data sets for the text."""
+    """Returns the names of the datasets for the text."""
     return [str(item) for item in listed(options.dataset) or listed(datasets)]
 
 
@@ -198,7 +198,7 @@ def task_of(kind: str) -> str | None:
 
 
 def builders_of(dataset: object) -> list[str]:
-    """Returns the hub id of the data set, if `datasets` loaded it from the hub; else an empty list."""
+    """Returns the hub id of the dataset, if `datasets` loaded it from the hub; else an empty list."""
     if "datasets" not in sys.modules:
         return []
     name = getattr(getattr(dataset, "info", None), "builder_name", None)

@@ -103,7 +103,7 @@ def data(run: CardRun, facts: CardFacts, datasets: list[str]) -> str:
 
 
 def amount(facts: CardFacts, dataset: object) -> str:
-    """Describes the size of a data set."""
+    """Describes the size of a dataset."""
     if dataset is None:
         return "none"
     size = facts.num_samples(dataset)

@@ -83,7 +83,7 @@ class CardFacts:
         global_batch_size: the global batch size in samples.
         precision: description of the precision.
         optimizer: the optimizer and its settings.
-        num_samples: returns the size of a data set; None for a stream.
+        num_samples: returns the size of a dataset; None for a stream.
         evaluation_sets: evaluation sets by name; a single set has the name "".
     """
 
@@ -118,7 +118,7 @@ class CheckpointForm:
 
 
 def num_items(dataset: Any) -> int | None:
-    """Returns the length of a data set; None without one."""
+    """Returns the length of a dataset; None without one."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):

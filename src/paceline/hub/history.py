@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def evaluations_of(history: list[dict[str, Any]]) -> list[Evaluation]:
-    """Returns the evaluations in a log history. Evaluations of several data sets at one step are merged."""
+    """Returns the evaluations in a log history. Evaluations of several datasets at one step are merged."""
     found: list[Evaluation] = []
     loss: float | None = None
     is_training = True

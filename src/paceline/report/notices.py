@@ -59,7 +59,7 @@ def warnings_of(run: RunData) -> list[list[Any]]:
 
 
 def data_of(run: RunData) -> list[list[Any]]:
-    """Returns (name, kind, number of samples) for each data set of a run."""
+    """Returns (name, kind, number of samples) for each dataset of a run."""
     found = run.record.get("data")
     if not isinstance(found, dict):
         return []

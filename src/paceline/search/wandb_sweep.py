@@ -27,7 +27,7 @@ def run(trials: Trials, n_trials: int | None, directions: list[str], options: di
         n_trials: runs of the agent.
         directions: one.
         options: `sweep_id` continues a sweep; `project`, `entity` and `name` of a new one; `metric` that the sweep
-            optimises, by default that of the search space, else "eval/loss", which is only minimized; "objective" is
+            optimizes, by default that of the search space, else "eval/loss", which is only minimized; "objective" is
             the result of `compute_objective`.
 
     Raises:
@@ -69,7 +69,7 @@ def sweep_config(space: dict[str, Any], direction: str, options: dict[str, Any])
 
 
 def metric_of(given: dict[str, Any], direction: str, name: str | None) -> dict[str, Any]:
-    """Returns the metric that a sweep optimises.
+    """Returns the metric that a sweep optimizes.
 
     Args:
         given: `metric` of the search space.

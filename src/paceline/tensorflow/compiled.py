@@ -1,7 +1,7 @@
 """Losses and metrics of a compiled Keras model, with Keras' own reduction.
 
 Keras' own code computes a compiled loss, so that dtypes, ranks, masks, weights of samples and of losses, `add_loss` and
-regularisers are as in `fit` and `evaluate`. The loss is split into a sum and Keras' divisor, so that the parts of a
+regularizers are as in `fit` and `evaluate`. The loss is split into a sum and Keras' divisor, so that the parts of a
 batch (micro-batches, replicas) add up to Keras' loss of the whole batch.
 """
 
@@ -96,7 +96,7 @@ class CompiledModel:
     def parts(
         self, labels: object, outputs: object, sample_weight: object, num_samples: object, training: bool
     ) -> list[Part]:
-        """Returns the compiled losses of a batch, without `add_loss` and regularisers.
+        """Returns the compiled losses of a batch, without `add_loss` and regularizers.
 
         Args:
             labels, outputs, sample_weight: as Keras takes them.

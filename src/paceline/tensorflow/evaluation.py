@@ -341,7 +341,7 @@ class Gathering:
 
 @dataclass(eq=False, kw_only=True)
 class Evaluator:
-    """Runs the model over all batches of a data set once.
+    """Runs the model over all batches of a dataset once.
 
     Args:
         model: computes in the precision of the settings during an evaluation.

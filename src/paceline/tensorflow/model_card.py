@@ -90,7 +90,7 @@ def library_of(model: object) -> str | None:
 
 
 def num_samples(dataset: object) -> int | None:
-    """Returns the number of samples of a data set; None if unknown."""
+    """Returns the number of samples of a dataset; None if unknown."""
     try:
         return make_source(dataset, batch_size=1, seed=None).num_samples
     except (TypeError, ValueError):

@@ -99,7 +99,7 @@ class Objective:
     Attributes:
         kind: index of the count that divides the loss; known once the loss was traced.
         compiled: the losses and metrics of a compiled Keras 3 model; None if they do not define the loss.
-        has_layer_losses: `add_loss` and regularisers are added to the loss; known once the loss was traced.
+        has_layer_losses: `add_loss` and regularizers are added to the loss; known once the loss was traced.
 
     Raises:
         ValueError: `loss_weight` is not supported, or there is no loss that `label_smoothing` could be applied to.
@@ -191,7 +191,7 @@ class Objective:
     def run(self, features: object, labels: object, training: bool, num_items: object = None) -> tuple[Any, Any]:
         """Returns (loss, outputs) of a batch; the loss is None without labels, unless the model computes one itself.
 
-        The loss excludes `add_loss` and regularisers, unless a model's own `compute_loss` includes them.
+        The loss excludes `add_loss` and regularizers, unless a model's own `compute_loss` includes them.
 
         Args:
             features, labels: the batch, without sample weights.
@@ -251,7 +251,7 @@ class Objective:
             compiled.update_metrics(features, labels, outputs, share.sample_weight)
         if compiled.loss is None and not compiled.has_own_loss and labels is not None:
             logger.warning(
-                "compile() names no loss: as in fit, only the losses of layers (add_loss, regularisers) are minimised."
+                "compile() names no loss: as in fit, only the losses of layers (add_loss, regularizers) are minimized."
             )
         if compiled.has_own_loss:
             self.has_layer_losses = False
@@ -375,7 +375,7 @@ class Objective:
         return derived + extra, seen + extra
 
     def layer_losses(self) -> Any:
-        """Returns `add_loss` and regularisers of the traced pass, a float32 scalar; None without any."""
+        """Returns `add_loss` and regularizers of the traced pass, a float32 scalar; None without any."""
         found = getattr(self.model, "losses", None) if self.has_layer_losses else None
         return tf.add_n([tf.reduce_sum(tf.cast(item, tf.float32)) for item in found]) if found else None
 

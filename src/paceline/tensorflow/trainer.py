@@ -90,7 +90,7 @@ class TFTrainer(HubNames):
 
     The loss of a compiled Keras 3 model is Keras' own. `evaluate` returns what `model.evaluate` returns for batches of
     the same size, including compiled metrics, and an optimizer step equals that of `fit` with all its samples as one
-    batch. For any Keras model, `loss` and `eval_loss` include `add_loss` and regularisers.
+    batch. For any Keras model, `loss` and `eval_loss` include `add_loss` and regularizers.
 
     Args:
         model: a Keras model or a callable `tf.Module`; its `call` takes features, and may take `labels` (then it
@@ -261,7 +261,7 @@ class TFTrainer(HubNames):
         """Returns an evaluation set as a tf.data.Dataset of batches.
 
         Args:
-            eval_dataset: a data set, a name in `self.eval_dataset`, or None for `self.eval_dataset`.
+            eval_dataset: a dataset, a name in `self.eval_dataset`, or None for `self.eval_dataset`.
         """
         data = named_dataset(self.eval_dataset, eval_dataset)
         return as_dataset(self._source(data, self.args.per_device_eval_batch_size))
@@ -366,10 +366,10 @@ class TFTrainer(HubNames):
         *,
         augmentation: TestTimeAugmentation | None = None,
     ) -> dict[str, float]:
-        """Evaluates every sample once; metrics of each data set in a dict are named `{prefix}_{name}_*`.
+        """Evaluates every sample once; metrics of each dataset in a dict are named `{prefix}_{name}_*`.
 
         Args:
-            eval_dataset: a data set, a dict of several, the name of one in `self.eval_dataset`, or None for
+            eval_dataset: a dataset, a dict of several, the name of one in `self.eval_dataset`, or None for
                 `self.eval_dataset`.
             metric_key_prefix: prefix of the metric names.
             augmentation: predicts each batch in several ways; see docs/predictions.md.

@@ -50,7 +50,7 @@ class OwnOrder:
 
 
 class OwnOrders:
-    """The orders of one data set, which may be made of several shuffled ones; often there are none.
+    """The orders of one dataset, which may be made of several shuffled ones; often there are none.
 
     Args:
         orders: one that a reading takes twice is listed twice.

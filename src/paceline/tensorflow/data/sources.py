@@ -32,7 +32,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> Array:
 
 
 class Source:
-    """Reads batches of one data set, epoch after epoch.
+    """Reads batches of one dataset, epoch after epoch.
 
     Attributes:
         batch_size: samples per batch; None if the data has its own batches.
@@ -459,7 +459,7 @@ def is_list(column: object) -> bool:
 
 
 def is_columns(data: object) -> bool:
-    """True if a dict holds the columns of one data set, rather than several data sets by name."""
+    """True if a dict holds the columns of one dataset, rather than several datasets by name."""
     return isinstance(data, dict) and all(hasattr(value, "shape") or is_list(value) for value in data.values())
 
 
@@ -468,7 +468,7 @@ def named_dataset(default: Any, asked: Any) -> Any:
 
     Args:
         default: the Trainer's evaluation set, or a dict of several.
-        asked: a data set, the name of one in `default`, or None for `default`.
+        asked: a dataset, the name of one in `default`, or None for `default`.
 
     Raises:
         ValueError: there is no such set; the message lists the known names.

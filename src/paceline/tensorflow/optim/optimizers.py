@@ -1,6 +1,6 @@
 """Keras optimizers by the names that `optim` takes, weight decay as in AdamW, and gradient accumulation.
 
-A TFTrainer's own optimizers do not decay biases and the weights of normalisation layers, as on the torch side.
+A TFTrainer's own optimizers do not decay biases and the weights of normalization layers, as on the torch side.
 `AdamWeightDecay` and `create_optimizer` skip the names in their lists, as in transformers 4.57.
 """
 
@@ -269,7 +269,7 @@ def make_optimizer(described: OptimizerSettings, model: object, learning_rate: o
 
     Args:
         described: the settings.
-        model: its biases and normalisation weights are excluded from weight decay.
+        model: its biases and normalization weights are excluded from weight decay.
         learning_rate: a number or a schedule.
 
     Raises:
@@ -298,7 +298,7 @@ def make_optimizer(described: OptimizerSettings, model: object, learning_rate: o
 
 
 def undecayed_variables(model: Any) -> list[Any]:
-    """Returns the trainable variables without weight decay: biases, and all variables of normalisation layers."""
+    """Returns the trainable variables without weight decay: biases, and all variables of normalization layers."""
     layers = getattr(model, "_flatten_layers", None)
     found = layers() if callable(layers) else getattr(model, "submodules", ())
     norms = [layer for layer in found if re.search(r"Norm(alization)?$", type(layer).__name__)]
