@@ -29,6 +29,22 @@ def test_a_script_runs_on_several_processes(tmp_path: Path) -> None:
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["2 0 cpu", "2 1 cpu"]
 
 
+@pytest.mark.slow
+def test_a_job_on_several_processes_is_started_over_by_one_of_them(tmp_path: Path) -> None:
+    """It moves the earlier run aside once, and speaks for all."""
+    assert main(["init", "module", str(tmp_path / "job.yaml")]) == 0
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    (tmp_path / "runs" / "job" / "job.json").write_text('{"identity": {}}')
+    words = ["launch", "--nproc-per-node", "2", "-m", "paceline", "train", "job.yaml", "--max_steps", "2", "--fresh"]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["job", "job-earlier-1"]
+    for text in ("The earlier run is now in", "everything goes to", "are saved to", "The curves:"):
+        assert done.stdout.count(text) == 1, done.stdout
+
+
 def test_what_is_not_said() -> None:
     assert default_options(["--nproc-per-node=2", "job.py", "--nnodes", "3"]) == ["--standalone"]
     assert default_options(["--nnodes=2", "--rdzv-backend=c10d", "--nproc-per-node", "4", "job.py"]) == []

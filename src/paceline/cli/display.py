@@ -26,6 +26,10 @@ def say(text: str) -> None:
     show(without_controls(mask_text(text)))
 
 
+def silent(text: str) -> None:
+    """Prints nothing: the first of several processes prints for all."""
+
+
 def output_for(is_json: bool) -> AbstractContextManager[Any]:
     """Returns the context in which a job is built and run: with JSON, what its code prints goes to the error output."""
     return redirect_stdout(sys.stderr) if is_json else nullcontext()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.callbacks.printer import PrinterCallback
-from paceline.cli.display import output_for, say
+from paceline.cli.display import output_for, say, silent
 from paceline.cli.errors import UsageError
 from paceline.cli.jobs import Say, Show
 from paceline.cli.replay_options import ReplayOptions
@@ -68,10 +68,6 @@ def run(options: ReplayOptions, say: Say = say) -> int:
         say(describe_blame(replayed))
     say(describe_samples(trainer, replayed, show, options.shown))
     return 0
-
-
-def silent(text: str) -> None:
-    """Prints nothing: the first of several processes prints for all."""
 
 
 def say_aside(text: str) -> None:

@@ -14,7 +14,7 @@ from paceline.args.training import TrainingArguments
 from paceline.callbacks.reporters.jsonl import JSONLReporter
 from paceline.cli import job_predictions
 from paceline.cli.config import JobConfig
-from paceline.cli.display import say
+from paceline.cli.display import say, silent
 from paceline.cli.errors import UsageError, load_part
 from paceline.cli.init import PLACEHOLDER
 from paceline.cli.job_data import Splits, check_files, split_settings
@@ -71,20 +71,16 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     check_references(config)
     predictions = job_predictions.read_predictions(config, stages)
     folder = Path(str(args.output_dir))
-    identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
-    bring_job(args, fresh, say)
-    job_predictions.check_members(predictions, config, folder, stages)
-    resume = resume_of(args)
-    check_checkpoint(config.framework, named_checkpoint(resume))
-    job = open_job(folder, COMMANDS[config.framework], identity, fresh=fresh, say=say, resume=resume)
+    with framework.in_turn(args) as is_first:  # of several processes
+        say = say if is_first else silent
+        job, resume = open_folder(config, args, predictions, stages, fresh and is_first, say)
     length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
     if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
         show_finished(job, args, say)
         if not predictions.is_evaluated:
             return 0
         stages = ("do_eval",)
-    resumes = f", where {job.again} resumes" if "do_train" in stages else ""
-    say(f"paceline train {config.path.name}: everything goes to {args.output_store or folder}/{resumes}")
+    announce(config, args, job, stages, say)
     trainer, splits = framework.build_trainer(config, args)
     check_splits(splits, args, stages, config.arguments)
     job_predictions.check_data(predictions, trainer, splits, stages)
@@ -111,6 +107,34 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         predict(job_predictions.make_predictions(predictions, config, trainer, splits), calibrator, trainer, say)
     show_places(folder, args, say, is_trained="do_train" in stages)
     return 0
+
+
+def open_folder(
+    config: JobConfig,
+    args: TrainingArguments,
+    predictions: job_predictions.JobPredictions,
+    stages: Sequence[str],
+    fresh: bool,
+    say: Say,
+) -> tuple[Job, str | bool | None]:
+    """Opens the output folder. Returns the job in it, and the checkpoint that the user named, if any.
+
+    Raises:
+        UsageError: the folder, or the checkpoint, is not of this job.
+    """
+    folder = Path(str(args.output_dir))
+    identity = {name: config.get(name) for name in IDENTITY if config.get(name) is not None}
+    bring_job(args, fresh, say)
+    job_predictions.check_members(predictions, config, folder, stages)
+    resume = resume_of(args)
+    check_checkpoint(config.framework, named_checkpoint(resume))
+    return open_job(folder, COMMANDS[config.framework], identity, fresh=fresh, say=say, resume=resume), resume
+
+
+def announce(config: JobConfig, args: TrainingArguments, job: Job, stages: Sequence[str], say: Say) -> None:
+    """Says where everything goes."""
+    resumes = f", where {job.again} resumes" if "do_train" in stages else ""
+    say(f"paceline train {config.path.name}: everything goes to {args.output_store or job.folder}/{resumes}")
 
 
 def note_settings(job: Job, config: JobConfig, args: TrainingArguments) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def build_trainer(config: JobConfig, args: TFTrainingArguments) -> tuple[TFTrain
         config, TFTrainer, model=model, args=args, splits=splits, tokenizer=tokenizer, shifts=shifts(model)
     )
     return trainer, splits
+
+
+def in_turn(args: TFTrainingArguments) -> AbstractContextManager[bool]:
+    """Yields True: each worker opens the folder of a job by itself."""
+    return nullcontext(True)
 
 
 def connect(args: TFTrainingArguments) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,9 @@ from paceline.cli.job_trainer import make_trainer
 from paceline.core.optional import LateModule
 from paceline.pytorch.data.collate_language import DataCollatorForLanguageModeling
 from paceline.pytorch.data.collators import DefaultDataCollator
+from paceline.pytorch.distributed.launchers import read_launch
 from paceline.pytorch.distributed.random import set_seed
+from paceline.pytorch.distributed.world import current_world, wait_for_all
 from paceline.pytorch.model.outputs import ModelOutputError
 from paceline.pytorch.model.signature import has_targets_beside_text, innermost, read_signature, shifts_labels
 from paceline.pytorch.trainer import Trainer
@@ -29,6 +33,20 @@ members_trainer = LateModule("paceline.pytorch.members.trainer")
 
 # errors of training that an invalid configuration causes
 REFUSALS = (UnsupportedOption, ModelOutputError)
+
+
+@contextmanager
+def in_turn(args: TrainingArguments) -> Iterator[bool]:
+    """Runs the block on the first process before the others; all of them go on together. Yields if this is the first.
+
+    The block renames a folder that the processes share, and clears what a crash has left in it.
+    """
+    if read_launch(os.environ) is None:
+        yield True
+        return
+    with args.main_process_first(local=False, desc="opening the folder"):
+        yield args.process_index == 0
+    wait_for_all(current_world(args))
 
 
 def build_trainer(
