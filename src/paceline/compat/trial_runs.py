@@ -50,7 +50,7 @@ REPLACED = (
     "args", "model", "model_wrapped", "optimizer", "lr_scheduler", "strategy", "state", "control", "signature",
     "label_names", "can_return_loss", "loss_normalizer", "label_smoother", "objective", "step_parts", "is_prepared",
     "time_spent", "was_stopped", "run_mark", "current_flos", "_signature_columns", "_packing", "_created_lr_scheduler",
-    "_resumed_batch_size", "_view", "_trial_name", "edits", "is_in_train", "run",
+    "_is_best_loaded", "_resumed_batch_size", "_view", "_trial_name", "edits", "is_in_train", "run",
 )  # fmt: skip
 OF_SEARCH = ("hp_name", "hp_search_backend", "hp_space", "compute_objective", "_trial_runs")
 OF_HANDLER = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
