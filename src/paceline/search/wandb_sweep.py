@@ -77,7 +77,7 @@ def metric_of(given: dict[str, Any], direction: str, name: str | None) -> dict[s
         name: the option `metric`, which goes before the name in the search space.
 
     Raises:
-        SearchError: the sweep would optimise something else than the search.
+        SearchError: the sweep would optimize something else than the search.
     """
     own, goal = given.get("name"), given.get("goal", direction)
     if name is None and own != OBJECTIVE and goal != direction:

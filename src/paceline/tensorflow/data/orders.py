@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paceline.tensorflow.data.transformations import shuffles_of
@@ -167,7 +168,7 @@ def orders_of(dataset: Any) -> OwnOrders:
     """Returns the orders of the shuffles in a tf.data.Dataset that reshuffle; one before a `cache` is taken once."""
     return OwnOrders(
         [
-            OwnOrder(shuffle, lambda shuffle=shuffle: iter(shuffle), not NOT_COUNTED & set(later))  # type: ignore[misc]
+            OwnOrder(shuffle, partial(iter, shuffle), not NOT_COUNTED & set(later))
             for shuffle, later in shuffles_of(dataset)
             if shuffle._reshuffle_each_iteration and "Cache" not in later
         ]
