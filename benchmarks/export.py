@@ -118,6 +118,8 @@ def measure(name: str, checkpoint: Path) -> Measured:
     """Export once."""
     from safetensors.torch import save_file
 
+    import paceline.pytorch.checkpoint.shards  # torch.distributed.checkpoint, which both load late, has 45 MB
+    import paceline.pytorch.checkpoint.streaming  # noqa: F401
     from paceline.cli.export import export
     from paceline.pytorch.checkpoint.fqn_state import read_whole_model
 

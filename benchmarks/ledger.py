@@ -1,23 +1,23 @@
 """The cost of the time ledger: CPU time per step with it and without it, on a model so small that little else is left.
 
 The model and the settings are those of `step_overhead.py`. Without the ledger its notes go to a C function that does
-nothing. Each contender trains 1,500 and then 4,500 steps in one fresh process on one thread; what the longer run takes
-more, divided by the 3,000 steps it has more, is the cost of a step. The contenders take turns, and the ratio is one of
-neighbours. The peers, which keep no such account, take part in the turns.
+nothing. Each contender takes turns with "without" in one fresh process, as in `step_overhead.py`: "without" beside
+itself shows the noise. The peers keep no such account.
 
-    python benchmarks/ledger.py [--quick] [--rounds 15]
+    python benchmarks/ledger.py [--quick] [--rounds 5]
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import step_overhead
 from measure import (
     choose_contenders,
     make_parser,
-    ratios,
     report_from_child,
     run_child,
     summarize,
@@ -29,11 +29,14 @@ from measure import (
 PEERS = ("loop", "transformers.Trainer", "lightning", "accelerate loop")
 NEEDS = {"without": "paceline", "with": "paceline", **{name: step_overhead.NEEDS[name] for name in PEERS}}
 LIMIT = 1.01
+TURNS = 9  # of a contender in one process; of a peer: 1
 
 
-def throw_notes_away() -> None:
-    """Replaces what takes the notes, for the rest of this process."""
+@contextlib.contextmanager
+def no_notes() -> Iterator[None]:
+    """Replaces what takes the notes of runs that begin inside."""
     from paceline.core import ledger
+    from paceline.pytorch.distributed import device_clock
 
     class Nothing(ledger.Ledger):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -41,20 +44,34 @@ def throw_notes_away() -> None:
             self.note = bool  # type: ignore[assignment]
             self.now = itertools.repeat(0.0).__next__
 
-    from paceline.pytorch.distributed import device_clock
-
+    kept = device_clock.Ledger
     device_clock.Ledger = Nothing  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        device_clock.Ledger = kept  # type: ignore[misc]
+
+
+def compare(name: str, steps: tuple[int, int]) -> dict[str, float]:
+    """CPU microseconds per step of a contender, and over those without the ledger."""
+    num_samples = step_overhead.BATCH_SIZE * steps[1] * 3 // 4
+    plain = step_overhead.prepare("paceline", num_samples)
+
+    def train_without(num_steps: int) -> None:
+        with no_notes():
+            plain(num_steps)
+
+    own = {"with": plain, "without": train_without}
+    train = own[name] if name in own else step_overhead.prepare(name, num_samples)
+    return step_overhead.take_turns_within(train, train_without, steps, TURNS if name in own else 1)
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "", rounds=15)
+    parser = make_parser(__doc__ or "", rounds=5)
     arguments = parser.parse_args()
     steps = step_overhead.QUICK_STEPS if arguments.quick else step_overhead.STEPS
     if arguments.child:
-        if arguments.child == "without":
-            throw_notes_away()
-        trained = arguments.child if arguments.child in PEERS else "paceline"
-        report_from_child(step_overhead.time_contender(trained, steps))
+        report_from_child(compare(arguments.child, steps))
         return
     if arguments.quick:
         arguments.rounds = 1
@@ -65,12 +82,14 @@ def main() -> None:
         return run_child(__file__, ["--child", name, *quick], num_threads=1)
 
     measured = take_turns(contenders, arguments.rounds, measure)
-    over = ratios(measured, "us_per_step", "without")
     rows = {
-        name: {"us_per_step": summarize([row["us_per_step"] for row in measured[name]]), "over_without": over.get(name)}
+        name: {
+            "us_per_step": summarize([row["us_per_step"] for row in measured[name]]),
+            "over_without": summarize([row["over_base"] for row in measured[name]]),
+        }
         for name in contenders
     }
-    ratio = (over.get("with") or {}).get("median")
+    ratio = rows["with"]["over_without"]["median"] if "with" in rows else None
     write_result(
         arguments,
         "ledger",

@@ -87,8 +87,9 @@ def step_overhead(result: Result) -> str:
     about = (
         "Two linear layers, batches of 4, clipping, a linear schedule, fused AdamW, one thread; CPU time of the whole "
         f"process, as the slope between {first:,} and {last:,} steps. Calls are Python calls a step into the library's "
-        "own functions. `guarded` also writes a checkpoint every 500 optimizer steps, keeps the last two, "
-        "and skips steps whose gradients are not finite.\n\n"
+        "own functions. Each takes turns with the loop in one process; the loop beside itself shows the noise. "
+        "`guarded` also writes a checkpoint every 500 optimizer steps, keeps the last two, and skips "
+        "steps whose gradients are not finite.\n\n"
     )
     return about + table(["contender", "us a step", "over the loop", "calls a step"], rows)
 
@@ -101,7 +102,8 @@ def ledger(result: Result) -> str:
     ]
     about = (
         "The step of the section above, with the time ledger and without it; CPU time of the whole process, as the "
-        f"slope between {first:,} and {last:,} steps.\n\n"
+        f"slope between {first:,} and {last:,} steps. Each takes turns with the step without the ledger in one "
+        "process; that one beside itself shows the noise.\n\n"
     )
     return about + table(["ledger", "us a step", "over without"], rows)
 

@@ -1,16 +1,19 @@
 """Overhead of a step: CPU time per step on a model so small that its own share is negligible.
 
 Two linear layers, batches of 4, clipping, a linear schedule, fused AdamW with the same two parameter groups for all.
-Each contender trains 1,500 and then 4,500 steps in one fresh process on one thread; what the longer run takes more,
-divided by the 3,000 steps it has more, is the cost of a step: start and end cancel out. CPU time is that of the whole
-process, all its threads. Python calls into the library are counted in a process of their own, not timed.
+Each contender trains 1,500 and then 4,500 steps on one thread; what the longer run takes more, divided by the 3,000
+steps it has more, is the cost of a step: start and end cancel out. Contender and hand-written loop take turns three
+times in one fresh process, since two processes differ by more than the limits; the loop beside itself shows the noise.
+CPU time is that of the whole process, all its threads. Python calls into the library are counted in a process of their
+own, not timed.
 
-    python benchmarks/step_overhead.py [--quick] [--rounds 9] [--contenders loop paceline ...]
+    python benchmarks/step_overhead.py [--quick] [--rounds 5] [--contenders loop paceline ...]
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import tempfile
 import time
@@ -23,7 +26,6 @@ from typing import Any
 from measure import (
     choose_contenders,
     make_parser,
-    ratios,
     report_from_child,
     run_child,
     summarize,
@@ -34,6 +36,7 @@ from measure import (
 
 STEPS = (1500, 4500)
 QUICK_STEPS = (60, 160)
+TURNS = 3
 COUNTED_STEPS = (50, 150)
 FEATURES, HIDDEN, CLASSES, BATCH_SIZE = 16, 32, 4, 4
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM, LOG_EVERY = 1e-3, 0.01, 1.0, 500
@@ -62,6 +65,9 @@ COUNTED = {
     "lightning": ("lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities", "torchmetrics"),
     "accelerate loop": ("accelerate",),
 }
+
+
+Train = Callable[[int], None]
 
 
 def make_model() -> Any:
@@ -284,17 +290,33 @@ CONTENDERS = {
 # ---- in a child
 
 
-def time_contender(name: str, steps: tuple[int, int]) -> dict[str, float]:
-    """CPU microseconds per step."""
+def compare(name: str, base: str, steps: tuple[int, int]) -> dict[str, float]:
+    """CPU microseconds per step of a contender, the median of its turns, and over those of `base` in the same turn."""
     # the longest run is a bit more than one epoch
-    train = prepare(name, BATCH_SIZE * steps[1] * 3 // 4)
-    train(min(100, steps[0]))  # what happens once per process happens here
+    trains = [prepare(each, BATCH_SIZE * steps[1] * 3 // 4) for each in (name, base)]
+    return take_turns_within(*trains, steps)
+
+
+def take_turns_within(train: Train, base: Train, steps: tuple[int, int], turns: int = TURNS) -> dict[str, float]:
+    """As `compare`, of two functions that train for so many steps."""
+    for each in (train, base):
+        each(min(100, steps[0]))  # what happens once per process happens here
+    turns = 1 if steps == QUICK_STEPS else turns
+    pairs = [(cost_of_step(train, steps), cost_of_step(base, steps)) for _ in range(turns)]
+    return {
+        "us_per_step": statistics.median(own for own, _ in pairs),
+        "over_base": statistics.median(own / other for own, other in pairs),
+    }
+
+
+def cost_of_step(train: Train, steps: tuple[int, int]) -> float:
+    """CPU microseconds per step."""
     seconds = []
     for num_steps in steps:
         start = time.process_time()
         train(num_steps)
         seconds.append(time.process_time() - start)
-    return {"us_per_step": 1e6 * (seconds[1] - seconds[0]) / (steps[1] - steps[0])}
+    return 1e6 * (seconds[1] - seconds[0]) / (steps[1] - steps[0])
 
 
 def count_calls(name: str) -> dict[str, float]:
@@ -326,7 +348,7 @@ def count_calls(name: str) -> dict[str, float]:
     return {"calls_per_step": (counts[1] - counts[0]) / (COUNTED_STEPS[1] - COUNTED_STEPS[0])}
 
 
-def prepare(name: str, num_samples: int) -> Callable[[int], None]:
+def prepare(name: str, num_samples: int) -> Train:
     """A contender, made quiet."""
     import torch
 
@@ -342,13 +364,13 @@ def prepare(name: str, num_samples: int) -> Callable[[int], None]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__ or "", rounds=9)
+    parser = make_parser(__doc__ or "", rounds=5)
     parser.add_argument("--count-calls", action="store_true", help="(in a child) count calls instead of time")
     arguments = parser.parse_args()
     steps = QUICK_STEPS if arguments.quick else STEPS
     if arguments.child:
         child = arguments.child
-        report_from_child(count_calls(child) if arguments.count_calls else time_contender(child, steps))
+        report_from_child(count_calls(child) if arguments.count_calls else compare(child, "loop", steps))
         return
     if arguments.quick:
         arguments.rounds = 1
@@ -364,11 +386,10 @@ def main() -> None:
         for name in contenders
         if name in COUNTED
     }
-    over_loop = ratios(measured, "us_per_step", "loop")
     rows: dict[str, Any] = {
         name: {
             "us_per_step": summarize([row["us_per_step"] for row in measured[name]]),
-            "over_loop": over_loop.get(name),
+            "over_loop": summarize([row["over_base"] for row in measured[name]]),
             "calls_per_step": calls.get(name),
         }
         for name in contenders

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ def test_what_is_streamed_is_what_safetensors_reads(tmp_path: Path, limit: int, 
                            value.view(torch.uint8) if value.dim() else value.float())  # fmt: skip
     for part, name in zip(found, names, strict=False):
         assert len(part) == 1 or sum(value.nbytes for value in part.values()) <= limit, name
+
+
+def test_a_tensor_is_released_before_the_next_is_read(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def read(name: str) -> torch.Tensor:
+        assert not [each for each in alive if each() is not None]
+        tensor = torch.zeros(4)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    forms = {f"part.{index}": (torch.Size([4]), torch.float32) for index in range(3)}
+    safetensors_file.write_file(tmp_path / "model.safetensors", forms, read, {})
+    assert len(alive) == 3
 
 
 def test_whole_checkpoints_and_pickled_ones(tmp_path: Path) -> None:

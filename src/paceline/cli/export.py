@@ -77,7 +77,8 @@ def find(place: Path) -> Path:
 def export(checkpoint: Path, output: Path, *, max_shard_bytes: int, files_from: Path | None = None) -> None:
     """Writes the weights of a checkpoint and the files next to them to a new folder, atomically.
 
-    Peak memory is the size of the largest tensor. A failure (a full disk, Ctrl-C) leaves no files.
+    Peak memory is the size of the largest tensor, of sharded weights twice that. A failure (a full disk, Ctrl-C) leaves
+    no files.
 
     Args:
         checkpoint: the checkpoint folder.

@@ -407,7 +407,8 @@ class Engine:
 
     def _is_bad(self, losses: Sequence[Tensor], norm: Tensor) -> Tensor:
         """Returns a flag (0-dim, on the device) that is set if the step is not finite on any process."""
-        total = torch.stack([*losses, norm.detach()]).sum()
+        norm = norm.detach()
+        total = losses[0] + norm if len(losses) == 1 else torch.stack([*losses, norm]).sum()
         return self.sync.on_any((total - total).ne(0))  # infinity less itself is NaN; isfinite takes twice as long
 
     def _skip(self) -> StepOutput:

@@ -69,6 +69,7 @@ def write_file(
             if (tensor.shape, tensor.dtype) != forms[key]:
                 raise CheckpointError(f"{key} is {tuple(tensor.shape)} of {tensor.dtype}, not what its index says")
             file.write(octets(tensor))
+            del tensor  # before the next is read
             if progress is not None:
                 progress(bytes_of(forms[key]))
 

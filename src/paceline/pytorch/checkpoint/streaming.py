@@ -167,7 +167,7 @@ def write_stream(
 ) -> list[str]:
     """Writes safetensors into `folder`, in shards of at most `max_shard_bytes`; a larger tensor gets its own shard.
 
-    Takes the memory of the largest tensor.
+    Takes the memory of the largest tensor; of shards twice, since a part is read before it is copied to its place.
 
     Args:
         progress: called with the bytes of each written tensor.

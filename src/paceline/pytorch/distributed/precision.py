@@ -56,13 +56,13 @@ class Precision:
     def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
         """Steps the optimizer unless `is_bad` (0-dim, on the device) is true. Returns True if the step was applied.
 
-        A fused optimizer takes the flag on the device, and the result is always True. For other optimizers the host
-        reads the flag.
+        A fused optimizer takes the flag on the accelerator, and the result is always True. For other optimizers, and on
+        the CPU, where it costs less than the optimizer's own check, the host reads the flag.
         """
         if is_bad is None:
             optimizer.step()
             return True
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if is_bad.is_cpu or not getattr(optimizer, "_step_supports_amp_scaling", False):
             if bool(is_bad):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns of the schedule's step
                 return False
