@@ -17,14 +17,19 @@ _STEP = (*_LOOP, "pytorch/*.py", ":!pytorch/seq2seq.py", ":!pytorch/model_card.p
 _STEP += ("pytorch/data", ":!pytorch/data/coll*", "pytorch/step_parts/registry.py", "pytorch/probes")
 _STEP += (":!pytorch/data/generators.py",)  # of workers, and of replayed epochs
 _STEP += ("pytorch/distributed/precision.py", "pytorch/distributed/strategy.py", "pytorch/distributed/window.py")
+_PLAIN_STEP = (
+    *_STEP,
+    ":!pytorch/model/linear_*.py",
+    ":!pytorch/model/lazy_*.py",
+)  # of a model without the head of a language model
 _TF_STEP = ("tensorflow", *_LOOP)
 _SAVE = ("checkpoint", "pytorch/checkpoint")
 
 # benchmark -> the code in src/paceline that its numbers depend on, beside the benchmark itself; globs of git
 COVERS: dict[str, tuple[str, ...]] = {
-    "step_overhead": (*_STEP, *_SAVE),
+    "step_overhead": (*_PLAIN_STEP, *_SAVE),
     "import_time": ("**/*.py", ":!cli", ":!tensorflow", ":!drop_in.py"),
-    "run_growth": (*_STEP, *_SAVE, "core/log_text.py", "core/lengths.py"),
+    "run_growth": (*_PLAIN_STEP, *_SAVE, "core/log_text.py", "core/lengths.py"),
     "report_page": ("report", ":!report/live.js", ":!report/serve.py", ":!report/status.py", "core/journal.py"),
     "gpt2_124m": _STEP,
     "eval_memory": ("core/metrics.py", "core/streaming.py", "pytorch/evaluation"),
@@ -34,7 +39,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     "resume_time": (*_SAVE, "pytorch/session.py", "pytorch/data", ":!pytorch/data/coll*"),
     "collation": ("pytorch/data/coll*", "pytorch/data/padding.py"),
     "data_loading": ("pytorch/data", "pytorch/loaders.py", "core/lengths.py"),
-    "ledger": (*_STEP, "core/ledger.py"),
+    "ledger": (*_PLAIN_STEP, "core/ledger.py"),
     "large_vocabulary": (
         "pytorch/model",
         "pytorch/probes",
@@ -44,8 +49,8 @@ COVERS: dict[str, tuple[str, ...]] = {
     "ragged_text": (*_STEP, "pytorch/data/packing.py"),
     "memory_options": _STEP,
     "compile_ragged": ("pytorch/model", "pytorch/engine.py", "pytorch/probes"),
-    "members": (*_STEP, "pytorch/members"),
-    "shared_overhead": (*_STEP, "pytorch/distributed"),
+    "members": (*_PLAIN_STEP, "pytorch/members"),
+    "shared_overhead": (*_PLAIN_STEP, "pytorch/distributed"),
     "tf_step": _TF_STEP,
     "tf_step_small": _TF_STEP,
     "tf_step_transformer": _TF_STEP,

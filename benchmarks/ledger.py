@@ -29,7 +29,8 @@ from measure import (
 PEERS = ("loop", "transformers.Trainer", "lightning", "accelerate loop")
 NEEDS = {"without": "paceline", "with": "paceline", **{name: step_overhead.NEEDS[name] for name in PEERS}}
 LIMIT = 1.01
-TURNS = 9  # of a contender in one process; of a peer: 1
+STEPS = (100, 1100)
+TURNS, PEER_TURNS = 40, 3  # short ones, since the machine's speed drifts
 
 
 @contextlib.contextmanager
@@ -54,7 +55,7 @@ def no_notes() -> Iterator[None]:
 
 def compare(name: str, steps: tuple[int, int]) -> dict[str, float]:
     """CPU microseconds per step of a contender, and over those without the ledger."""
-    num_samples = step_overhead.BATCH_SIZE * steps[1] * 3 // 4
+    num_samples = step_overhead.BATCH_SIZE * steps[1] * 3 // 4  # the longest run is a bit more than one epoch
     plain = step_overhead.prepare("paceline", num_samples)
 
     def train_without(num_steps: int) -> None:
@@ -63,13 +64,13 @@ def compare(name: str, steps: tuple[int, int]) -> dict[str, float]:
 
     own = {"with": plain, "without": train_without}
     train = own[name] if name in own else step_overhead.prepare(name, num_samples)
-    return step_overhead.take_turns_within(train, train_without, steps, TURNS if name in own else 1)
+    return step_overhead.take_turns_within(train, train_without, steps, TURNS if name in own else PEER_TURNS)
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "", rounds=5)
     arguments = parser.parse_args()
-    steps = step_overhead.QUICK_STEPS if arguments.quick else step_overhead.STEPS
+    steps = step_overhead.QUICK_STEPS if arguments.quick else STEPS
     if arguments.child:
         report_from_child(compare(arguments.child, steps))
         return

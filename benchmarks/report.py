@@ -404,6 +404,7 @@ def shared_overhead(result: Result) -> str:
             spread(row["loop_cpu_ms"], "{:.0f}"),
             spread(row["paceline_cpu_ms"], "{:.0f}"),
             spread(row["over_loop"]),
+            spread(row["early_over_loop"]),
             spread(row["loop_over_loop"]),
         ]
         for engine, row in result["rows"].items()
@@ -411,13 +412,16 @@ def shared_overhead(result: Result) -> str:
     about = (
         f"A language model of {settings['layers']} blocks of width {settings['width']}, {settings['batch_size']} x "
         f"{settings['tokens']} tokens for each of {settings['processes']} processes (gloo), one thread each; CPU time "
-        "of a step, added up over the processes. The loop calls the engine as torch's documentation does, with torch's "
-        "defaults: it does not look for unused parameters, count targets, or agree on anything but gradients. Loop "
+        f"of a step, added up over the processes, after step {settings['steps'][1]}; before it, in the first steps, "
+        "extra forward passes find out how the model reduces its loss. The loop calls the engine as torch's "
+        "documentation does, with torch's defaults: it does not look for unused parameters, count targets, or agree on "
+        "anything but gradients. Loop "
         "over loop is the same loop once more in each round: what the machine makes of equal work."
         + (" DeepSpeed is its ZeRO 2, in float32." if "deepspeed" in result["rows"] else "")
         + "\n\n"
     )
-    return about + table(["engine", "loop, ms", "paceline, ms", "over the loop", "loop over loop"], rows)
+    head = ["engine", "loop, ms", "paceline, ms", "over the loop", "in the first steps", "loop over loop"]
+    return about + table(head, rows)
 
 
 def tf_step(result: Result) -> str:
