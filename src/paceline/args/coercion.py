@@ -310,12 +310,13 @@ def to_loss_weight(name: str, value: object) -> Any:
 
 
 def to_head(name: str, value: object) -> str | bool:
-    """Converts to True, False, "auto", or the name of a module."""
+    """Converts to True, False, "auto", "liger", or the name of a module."""
     kept = keep_bool(name, value)
     if isinstance(kept, bool):
         return kept
     if not isinstance(kept, str) or not all(part.isidentifier() or part.isdecimal() for part in kept.split(".")):
-        raise wrong_value(name, value, "expected 'auto', True, False, or the name of a module such as 'lm_head'")
+        expected = "expected 'auto', True, False, 'liger', or the name of a module such as 'lm_head'"
+        raise wrong_value(name, value, expected)
     return kept
 
 

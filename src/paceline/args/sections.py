@@ -545,8 +545,8 @@ class PacelineSection(AverageSection, DistillationSection):
         "auto",
         "Compute the cross-entropy of a linear head in chunks of tokens, without the logits of a whole batch: 'auto' "
         "where that was verified to be the model's own loss, the logits are large and nothing else reads them; True or "
-        "the name of the head among the model's modules, for any size, and an error where it is not possible; False: "
-        "never.",
+        "the name of the head among the model's modules, for any size, and an error where it is not possible; 'liger': "
+        "as True, by the fused kernel of liger-kernel; False: never.",
         is_switch=True,
     )
     nonfinite_policy: str = option(

@@ -425,8 +425,8 @@ class PacelineSection(AverageSection, DistillationSection):
     linear_cross_entropy: HeadOption = ...
     """Compute the cross-entropy of a linear head in chunks of tokens, without the logits of a whole batch: 'auto'
     where that was verified to be the model's own loss, the logits are large and nothing else reads them; True or
-    the name of the head among the model's modules, for any size, and an error where it is not possible; False:
-    never."""
+    the name of the head among the model's modules, for any size, and an error where it is not possible; 'liger':
+    as True, by the fused kernel of liger-kernel; False: never."""
     nonfinite_policy: str = ...
     """On a loss or gradient that is not finite: 'warn'; 'skip' the optimizer step, while the learning-rate schedule
     advances (not with fp16); 'raise'; or 'rollback' to the last good state and skip the offending samples.

@@ -33,6 +33,10 @@ def check_token_terms(options: Options) -> None:
             "which computes the losses of samples without a z-loss",
         ),
         "use_liger_kernel=True": (options.use_liger_kernel, "whose losses are fused with their logits"),
+        "linear_cross_entropy='liger'": (
+            options.linear_cross_entropy == "liger",
+            "whose kernel returns the losses alone (True computes both in one pass)",
+        ),
     }
     for name, (is_set, reason) in excluded.items():
         if is_set:

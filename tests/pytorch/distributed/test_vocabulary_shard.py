@@ -10,7 +10,7 @@ import pytest
 import torch
 import vocabulary_job
 
-from paceline.pytorch.model.linear_loss import CHECKED_ROWS
+from paceline.pytorch.model.linear_loss_check import CHECKED_ROWS
 
 
 def check(case: str, plain: dict[str, Any], chunked: dict[str, Any]) -> None:

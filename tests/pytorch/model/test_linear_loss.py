@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline import Trainer, TrainingArguments
-from paceline.pytorch.model import lazy_logits, linear_loss
+from paceline.pytorch.model import lazy_logits, linear_loss, linear_loss_check
 from paceline.pytorch.model.lazy_logits import LazyLogits
 from paceline.pytorch.model.linear_loss import LinearLoss
 from paceline.pytorch.step_parts import flops
@@ -188,12 +188,12 @@ def test_a_model_that_reads_its_logits_is_left_as_it_is(
 def test_a_chunked_loss_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = linear_loss.linear_cross_entropy
+    right = linear_loss_check.linear_cross_entropy
 
     def wrong(*values: Any, **options: Any) -> Tensor:
         return 1.001 * right(*values, **options)
 
-    monkeypatch.setattr(linear_loss, "linear_cross_entropy", wrong)
+    monkeypatch.setattr(linear_loss_check, "linear_cross_entropy", wrong)
     monkeypatch.setattr(lazy_logits, "linear_cross_entropy", wrong)
     monkeypatch.setattr(linear_loss, "is_small", lambda head, rows: False)
     model, part, batch = LanguageModel(), LinearLoss("auto"), make_batch()

@@ -52,6 +52,13 @@ def test_the_numbers_are_those_of_the_plain_run(tmp_path: Path, name: str) -> No
     assert found.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
 
 
+def test_the_numbers_by_the_kernel_of_liger_are_those_of_the_plain_run(tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel")
+    plain, found = (train(tmp_path / str(option), linear_cross_entropy=option) for option in (False, "liger"))
+    assert losses(found) == pytest.approx(losses(plain), rel=1e-4)
+    assert found.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
 def test_kernels_for_documents(tmp_path: Path, attention: str) -> None:
     """Rows of several documents have the losses of padded batches, to the rounding of 16 bits."""

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from paceline.pytorch.model.lazy_scopes import as_outside_of_dispatch, is_checkpointed, without_saved_tensor_hooks
-from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, linear_cross_entropy
+from paceline.pytorch.model.linear_cross_entropy import CrossEntropy, Kernel, linear_cross_entropy
 from paceline.pytorch.model.linear_head import Cast, Head, Scale, Shift, Squash, Step
 from paceline.pytorch.model.token_sums import TokenSums
 from paceline.pytorch.model.vocabulary_shard import Readers
@@ -32,6 +32,7 @@ class Family:
     Args:
         permits: `(rows, targets, head, loss) -> bool`, called with each loss that could be computed in chunks.
         readers: if processes share the classes, lets all of them compute what one reads; None: all have to read.
+        kernel: computes the losses in the place of chunks; None: none.
 
     Attributes:
         num_chunked: losses of this output that were computed in chunks.
@@ -45,9 +46,12 @@ class Family:
     """
 
     def __init__(
-        self, permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool], readers: Readers | None = None
+        self,
+        permits: Callable[[Tensor, Tensor, Head, CrossEntropy], bool],
+        readers: Readers | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
-        self.permits, self.readers = permits, readers
+        self.permits, self.readers, self.kernel = permits, readers, kernel
         self.num_chunked = 0
         self.z_weight = 0.0
         self.sums: TokenSums | None = None
@@ -524,7 +528,8 @@ def _cross_entropy(
     if not recipe.family.permits(recipe.rows, target, recipe.head, loss):
         return NotImplemented
     recipe.family.num_chunked += 1
-    found = linear_cross_entropy(recipe.rows, target, recipe.head, loss, None, recipe.family.sums)
+    family = recipe.family
+    found = linear_cross_entropy(recipe.rows, target, recipe.head, loss, None, family.sums, family.kernel)
     autocasts = torch.is_autocast_enabled(logits.device.type)  # autocast returns this loss in float32
     return found if autocasts or found.dtype == logits.dtype else found.to(logits.dtype)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,38 @@ class CrossEntropy:
         return self.row_weights(targets).sum()
 
 
+class Kernel(Protocol):
+    """Computes row losses and gradients in the place of this module's chunks."""
+
+    def check(self, rows: Tensor, head: Head, loss: CrossEntropy) -> None:
+        """Checks that the kernel computes a loss as defined.
+
+        Raises:
+            UnsupportedOption: it does not.
+        """
+
+    def __call__(
+        self,
+        rows: Tensor,
+        targets: Tensor,
+        head: Head,
+        loss: CrossEntropy,
+        factors: Tensor | None,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns the loss of each row, `(N,)`, and the gradients of rows, weight and bias.
+
+        Args:
+            rows: `(N, num_features)`.
+            targets: `(N,)`.
+            head: the linear layer, without adapters, and all of its classes.
+            loss: its reduction is left to the caller.
+            factors: `(N,)`; the gradients are those of the sum of `factors * losses`. All are 1 unless the reduction is
+                `none`. None: no gradients.
+            needs: flags of rows, weight and bias: a gradient is needed.
+        """
+
+
 def linear_cross_entropy(
     rows: Tensor,
     targets: Tensor,
@@ -87,6 +119,7 @@ def linear_cross_entropy(
     loss: CrossEntropy,
     chunk_rows: int | None = None,
     sums: TokenSums | None = None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Returns `loss(head.logits(rows), targets)`, computed in chunks.
 
@@ -97,13 +130,15 @@ def linear_cross_entropy(
         loss: its reduction may be `mean`, `sum` or `none`.
         chunk_rows: rows per chunk; None: determined by the number of classes.
         sums: the targets are added to these; None: to none.
+        kernel: used in the place of chunks, if there are no sums, which it does not compute. It has been checked for
+            this loss.
 
     Returns:
         The loss, 0-dim, or `(N,)` without a reduction; float32 for 16-bit logits.
     """
     size = chunk_rows or default_chunk_rows(head.weight.shape[0], rows.device)
     scalings = (1.0, *(adapter.scaling for adapter in head.adapters))
-    job = _Job(head.autocast, head.steps, loss, size, scalings, sums, head.shard)
+    job = _Job(head.autocast, head.steps, loss, size, scalings, sums, head.shard, kernel if sums is None else None)
     found: Tensor = _Chunked.apply(rows, targets, job, *head.tensors)  # type: ignore[no-untyped-call]
     return found
 
@@ -153,6 +188,7 @@ class _Job:
         scalings: factors of the products of the layer, which is 1, and of the adapters.
         sums: the targets are added to these; None: to none.
         shard: the classes of this process; None: all.
+        kernel: used in the place of chunks; None: none.
     """
 
     autocast: torch.dtype | None
@@ -162,6 +198,7 @@ class _Job:
     scalings: tuple[float, ...]
     sums: TokenSums | None = None
     shard: Shard | None = None
+    kernel: Kernel | None = None
 
     def run(
         self,
@@ -181,6 +218,10 @@ class _Job:
             needs: flags of rows and of each tensor: a gradient is needed.
         """
         weight, bias, *rest = tensors
+        if self.kernel is not None and weight is not None:
+            head = Head(weight, bias, self.autocast, self.steps)
+            losses, (of_rows, of_weight, of_bias) = self.kernel(rows, targets, head, self.loss, factors, needs)
+            return losses, _Gradients(of_rows, of_bias, [of_weight])
         weights = [each for each in (weight, *rest) if each is not None]
         dtype = self.autocast or weights[0].dtype
         work = torch.float64 if dtype == torch.float64 else torch.float32

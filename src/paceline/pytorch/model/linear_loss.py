@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.args.errors import UnsupportedOption
+from paceline.core.optional import LateModule
 from paceline.pytorch.model.heads import casts_of, find_reader, has_hook, output_embeddings
 from paceline.pytorch.model.lazy_logits import Family, LazyLogits
 from paceline.pytorch.model.lazy_scopes import is_checkpointed
@@ -29,9 +29,10 @@ from paceline.pytorch.model.linear_cross_entropy import (
     CHUNK_BYTES,
     CHUNK_BYTES_ON_DEVICE,
     CrossEntropy,
-    linear_cross_entropy,
+    Kernel,
 )
 from paceline.pytorch.model.linear_head import Head
+from paceline.pytorch.model.linear_loss_check import CHECKED_ROWS, compare
 from paceline.pytorch.model.lora_head import (
     adapt,
     copy_in_use,
@@ -41,7 +42,6 @@ from paceline.pytorch.model.lora_head import (
     layers_of,
     linear_of,
 )
-from paceline.pytorch.model.reductions import tolerance_of
 from paceline.pytorch.model.sharded_head import (
     are_at_hand,
     find_sharding_obstacle,
@@ -63,9 +63,12 @@ from paceline.pytorch.model.vocabulary_shard import (
 
 logger = logging.getLogger(__name__)
 
+# loaded with the option that names a kernel
+kernels: Any = LateModule("paceline.pytorch.model.linear_kernels")
+
 OPTION = "linear_cross_entropy"
+KERNEL = "liger"
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-CHECKED_ROWS = 16
 MIN_CHUNKS = 2  # "auto" applies to more than this number of chunks: fewer would save no memory
 
 
@@ -79,15 +82,21 @@ class LinearLoss:
     """Computes cross-entropies over a linear head in chunks, after checking that they equal the model's own.
 
     Args:
-        option: `auto`, True, or the name of the head among the model's modules.
+        option: `auto`, True, the name of the head among the model's modules, or that of a kernel, `liger`.
         verdict: holds the result of the check; None: a new one.
 
     Attributes:
         asked_by: with `auto`, the option or the code that reads the logits of each step; None: none is known.
+
+    Raises:
+        ImportError: the package of the kernel is missing, or too old.
+        UnsupportedOption: there is no device for the kernel.
     """
 
     def __init__(self, option: str | bool, verdict: Verdict | None = None) -> None:
         self.option = option
+        self._kernel: Kernel | None = kernels.kernel_of(option) if option == KERNEL else None
+        self._is_kernel_checked = False
         self.asked_by: str | None = None
         self.is_entered = False
         self._verdict: Verdict = SimpleNamespace(by_chunks=None) if verdict is None else verdict
@@ -140,6 +149,8 @@ class LinearLoss:
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.bind(inner)
+        if self._kernel is not None and not self._is_kernel_checked:
+            self.is_right = None  # a checkpoint may hold the result of another check
         if self._earlier:
             self._review()
         if self._name is None or self.is_right is False:
@@ -281,7 +292,7 @@ class LinearLoss:
         self._model, self._name = weakref.ref(model), None
         self._families, self._earlier, self._readers = [], [], None
         try:
-            self._name = find_head(model, self.option)
+            self._name = find_head(model, True if self._kernel is not None else self.option)
         except LookupError as error:
             self._refuse(str(error))
 
@@ -306,7 +317,7 @@ class LinearLoss:
     def _make(self, rows: Any, head: Head) -> Tensor:
         """Returns the lazy logits of a head."""
         readers = None if head.shard is None else self._readers
-        family = Family(self._permits, readers)
+        family = Family(self._permits, readers, self._kernel)
         self._families.append(family)
         made = LazyLogits.of(rows, head, family)
         if readers is not None:
@@ -317,21 +328,25 @@ class LinearLoss:
 
     def _permits(self, rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> bool:
         """Returns True if a loss may be computed in chunks; the first loss is checked on some of its rows."""
+        if self._kernel is not None:
+            if self._shards:
+                self._refuse("the kernel was not tested with FSDP, which linear_cross_entropy=True supports")
+            self._kernel.check(rows, head, loss)
         if self.is_right is None:
-            difference = compare(rows, targets, head, loss)
+            difference = compare(rows, targets, head, loss, self._kernel)
             if difference is None:
                 return True  # nothing to compare: every target is ignored
+            self._is_kernel_checked = self._kernel is not None
+            where = "in chunks" if self._kernel is None else f"by the kernel {self.option!r}"
             self.is_right = difference <= 1
             if not self.is_right:
                 self._refuse(
-                    f"computed in chunks, the loss of {CHECKED_ROWS} rows differs from the model's own by "
+                    f"computed {where}, the loss of {CHECKED_ROWS} rows differs from the model's own by "
                     f"{difference:.3g} times what rounding explains",
                     logging.WARNING,
                 )
             else:
-                self._say(
-                    f"The loss is computed from the inputs of {self._name} in chunks; its logits only where read."
-                )
+                self._say(f"The loss is computed from the inputs of {self._name} {where}; its logits only where read.")
         return self.is_right
 
     def _judge(self, families: list[Family]) -> None:
@@ -347,9 +362,10 @@ class LinearLoss:
 
     def _refuse(self, reason: str, level: int = logging.INFO) -> None:
         if self.is_required:
+            without = "" if self._kernel is None else f"{OPTION}=True, which needs no kernel, or "
             raise UnsupportedOption(
-                f"{OPTION}={self.option!r} is not possible: {reason}. Set {OPTION}='auto', which then takes the "
-                "model's own loss, or False."
+                f"{OPTION}={self.option!r} is not possible: {reason}. Set {without}{OPTION}='auto', which then takes "
+                "the model's own loss, or False."
             )
         self._say(f"{OPTION}='auto': the model's own loss is used, since {reason}.", level)
 
@@ -488,39 +504,3 @@ def is_small(head: nn.Linear, rows: Tensor) -> bool:
     """Returns True if all logits together take no more memory than `MIN_CHUNKS` chunks."""
     limit = CHUNK_BYTES if rows.device.type == "cpu" else CHUNK_BYTES_ON_DEVICE
     return 4 * rows.numel() // rows.shape[-1] * head.out_features <= MIN_CHUNKS * limit
-
-
-def compare(rows: Tensor, targets: Tensor, head: Head, loss: CrossEntropy) -> float | None:
-    """Returns the difference of the chunked loss and its gradient from torch's for a few rows, in tolerances.
-
-    Returns None if every target is ignored.
-    """
-    places = (targets != loss.ignore_index).nonzero().squeeze(1)
-    places = places[:: max(1, len(places) // CHECKED_ROWS)][:CHECKED_ROWS]
-    if not len(places):
-        return None
-    # gradients of 16-bit logits are rounded before or after the division by the number of rows: a power of two is exact
-    places = places[: 1 << (len(places).bit_length() - 1)]
-    if loss.weight is not None and loss.reduction == "mean":
-        loss = replace(loss, reduction="sum")  # the divisor would be a sum of weights
-    part, target = rows.detach()[places], targets[places]
-    plain_head = head.detached()
-    found = []
-    for chunked in (False, True):
-        leaf = part.clone().requires_grad_()
-        with torch.enable_grad():
-            if chunked:
-                value = linear_cross_entropy(leaf, target, plain_head, loss, chunk_rows=max(1, len(places) // 2))
-            else:
-                value = loss(plain_head.logits(leaf), target)
-            (slope,) = torch.autograd.grad(value.sum(), leaf)
-        found.append((value.detach().double().sum(), slope.double()))
-    (value, slope), (chunked_value, chunked_slope) = found
-    parameters = head.autocast or head.weight.dtype
-    tolerance = tolerance_of(torch.float32 if value.dtype != parameters else parameters, parameters)
-    if parameters == torch.float64:
-        tolerance = tolerance_of(parameters, parameters)
-    by_value = (value - chunked_value).abs() / value.abs().clamp(min=1e-6)
-    by_slope = (slope - chunked_slope).norm() / slope.norm().clamp(min=1e-12)
-    worst = float(torch.stack([by_value, by_slope]).max()) / tolerance
-    return worst if worst == worst else float("inf")
