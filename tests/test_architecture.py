@@ -60,7 +60,9 @@ FACADES = {"paceline.pytorch.trainer", "paceline.pytorch.seq2seq", "paceline.ten
 ASSEMBLIES = {
     "paceline.pytorch.doctor.case",
     "paceline.pytorch.doctor.parallel_check",
+    "paceline.pytorch.forecast.copied_pipeline",
     "paceline.pytorch.forecast.copied_stage",
+    "paceline.pytorch.forecast.copied_zero",
     "paceline.pytorch.forecast.preview",
     "paceline.pytorch.parts",
     "paceline.tensorflow.parts",

@@ -45,6 +45,73 @@ def test_a_mesh_cuts_what_its_plan_names(tmp_path: Path) -> None:
     assert found.parameters == 4 * (cut // 2 + other)
 
 
+def test_each_process_of_a_pipeline_is_traced(tmp_path: Path) -> None:
+    with simulated_processes(2):
+        found = planned_job.build(tmp_path, "pp, 1f1b").plan()
+        assert distributed.get_rank() == 0
+    memory = found.memory
+    assert memory is not None, found.memory_note
+    first, second = 2 * 256 * 1024 + 1024 + 256, 256 * 1024 + 1024 + 10 * 1024 + 10
+    assert memory.parameters == 4 * first
+    assert len(memory.peaks) == 2
+    assert memory.peak == memory.peaks[0] > memory.peaks[1] > 4 * 4 * second
+    assert found.disk.optimizer == pytest.approx(2 * 4 * (first + second), rel=0.001)  # checkpoints hold all of it
+    assert "processes of a pipeline" in str(found)
+    assert not list(tmp_path.iterdir())
+    assert not distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
+    with simulated_processes(4):
+        options = {"parallel": {"pp": 2, "dp_replicate": 2}}
+        found = make_trainer(tmp_path, Classifier(), classification(8), **options).plan()
+    assert found.memory is not None, found.memory_note
+    assert len(found.memory.peaks) == 2
+
+
+def test_a_stage_that_reads_values_is_named(tmp_path: Path) -> None:
+    class Reading(Classifier):
+        def begin(self, x: torch.Tensor) -> torch.Tensor:
+            assert float(x.sum()) != 12345.0
+            return super().begin(x)
+
+    with simulated_processes(2):
+        found = make_trainer(tmp_path, Reading(), classification(8), parallel={"pp": 2}).plan()
+        assert distributed.get_rank() == 0
+    assert found.memory is None
+    assert "cannot run on tensors without data" in found.memory_note
+    assert "measure_memory" not in found.memory_note  # which runs on one process
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # DeepSpeed's
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [({"stage": 3}, "stage 3"), ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "offload_optimizer")],
+)
+def test_settings_of_deepspeed_that_are_not_traced_are_named(section: Any, named: str, tmp_path: Path) -> None:
+    comm = pytest.importorskip("deepspeed.comm.comm")
+    with simulated_processes(2):
+        trainer = make_trainer(tmp_path, Classifier(), classification(8), deepspeed={"zero_optimization": section})
+        found = trainer.plan()
+    assert found.memory is None
+    assert named in found.memory_note
+    assert comm.cdb is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # DeepSpeed's
+def test_each_process_under_zero_holds_a_part_of_the_state(tmp_path: Path) -> None:
+    comm = pytest.importorskip("deepspeed.comm.comm")
+    whole = planned(tmp_path, 1, "ddp")
+    found = planned(tmp_path, 4, "ZeRO 2")
+    assert found.memory.parameters == pytest.approx(whole.memory.parameters, rel=0.001)
+    assert found.memory.optimizer == pytest.approx(3 * whole.memory.parameters / 4, rel=0.001)  # with master weights
+    assert found.disk.optimizer == pytest.approx(whole.disk.optimizer, rel=0.001)
+    assert comm.cdb is None
+
+
 @pytest.mark.slow
 def test_buckets_of_replicas_are_counted(tmp_path: Path) -> None:
     found = planned(tmp_path, 2, "ddp").memory
@@ -58,13 +125,20 @@ def test_gradients_stay_whole_between_micro_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_peak_is_what_the_allocator_gives(tmp_path: Path) -> None:
-    processes.run("planned_job.py", 2, str(tmp_path))
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # DeepSpeed's
+@pytest.mark.parametrize("kind", ["", "zero"])
+def test_the_peak_is_what_the_allocator_gives(kind: str, tmp_path: Path) -> None:
+    if kind:
+        pytest.importorskip("deepspeed")
+    processes.run("planned_job.py", 2, str(tmp_path), *([kind] if kind else []))
     measured = json.loads((tmp_path / "peaks.json").read_text())
-    for name in planned_job.CASES:
-        found = planned(tmp_path / "planned", 2, name).memory.peak / measured[name]
-        print(f"{name}: predicted / measured = {found:.3f}")
-        assert found == pytest.approx(1, abs=WITHIN), name
+    for name in planned_job.ZERO if kind else planned_job.CASES:
+        memory = planned(tmp_path / "planned", 2, name).memory
+        found = [memory.peak / max(measured[name])]
+        found += [own / real for own, real in zip(memory.peaks, measured[name], strict=False)]
+        shown = ", ".join(f"{ratio:.3f}" for ratio in found)
+        print(f"{name}: predicted / measured = {shown}")
+        assert found == pytest.approx([1] * len(found), abs=WITHIN), name
 
 
 def test_nothing_is_trained_there(tmp_path: Path) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.args.places import WITHOUT_OUTPUT
+from paceline.pytorch.distributed.strategy import SingleDevice
+from paceline.pytorch.forecast.rehearsal import NumItems, StepMemoryEstimate, rehearse
 from paceline.pytorch.model.prepare import prepare_model
 from paceline.pytorch.parts import copy_of
+from paceline.pytorch.short_runs.module_memory import make_tracker
 
 if TYPE_CHECKING:
     from paceline.args.plan import Plan
@@ -39,6 +43,7 @@ class CopiedStage:
     def __init__(self, trainer: Trainer, plan: Plan) -> None:
         self.real, self.plan = trainer, plan
         self.trainer = copy_of(trainer, {**QUIET, "output_dir": trainer.args.output_dir}, [])
+        self.own_strategy: SingleDevice | None = None  # in place of the one that the plan names
 
     @contextmanager
     def edited(self, model: nn.Module) -> Iterator[None]:
@@ -56,23 +61,59 @@ class CopiedStage:
         self.trainer.model = self.trainer.model_wrapped = model
         given = self.real.optimizer
         self.trainer.optimizer = None if given is None else moved_to(given, self.real.model, model)
-        self.trainer._make_session().prepare_model(self.plan)
+        session: Any = self.trainer._make_session()
+        if self.own_strategy is not None:
+            session.make_strategy = lambda plan: self.own_strategy
+        session.prepare_model(self.plan)
         return self.trainer.optimizer
 
-    def compute_loss(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
+    def called(self, model: nn.Module) -> nn.Module:
+        """Returns the module that computes the outputs: the model."""
+        return model
+
+    def make_tracker(self, model: nn.Module) -> Any:
+        """Returns the tracker of a step."""
+        return make_tracker(model)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, num_items: NumItems) -> Tensor:
         """Returns the loss of a micro-batch under the precision context."""
         with self.trainer.compute_loss_context_manager():
-            counts = {} if num_items is None else {"num_items_in_batch": num_items}
+            counts: dict[str, Any] = {} if num_items is None else {"num_items_in_batch": num_items}
             loss: Tensor = self.trainer.compute_loss(model, copy.copy(inputs), **counts)
         return loss
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Returns the strategy's context of a micro-batch; gradients are exchanged in the last one."""
-        return self.trainer.strategy.micro_step(last)
+    def run_forward(self, model: nn.Module, inputs: Any, num_items: NumItems) -> None:
+        """Runs the forward pass of a micro-batch."""
+        self.compute_loss(model, inputs, num_items)
 
-    def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass."""
-        self.trainer.strategy.backward(loss)
+    def run_window(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        num_items: NumItems,
+        after_each: Callable[[], None] | None = None,
+    ) -> None:
+        """Runs forward and backward of each micro-batch.
+
+        Args:
+            model, batches, num_items: without data.
+            after_each: called after each micro-batch.
+        """
+        strategy = self.trainer.strategy
+        for index, batch in enumerate(batches):
+            with strategy.micro_step(index == len(batches) - 1):  # gradients are exchanged in the last one
+                strategy.backward(self.compute_loss(model, batch, num_items))
+            if after_each is not None:
+                after_each()
+
+    def give_gradients(self, trained: Sequence[nn.Parameter]) -> None:
+        """Gives each parameter a gradient, as a backward pass leaves it."""
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Returns the tensors that the strategy keeps beside those of the model: none."""
+        return []
 
     def bucket_bytes(self, gradients: int) -> int:
         """Returns the bytes that the strategy holds besides gradients, to exchange them."""
@@ -84,6 +125,11 @@ class CopiedStage:
         strategy.clip(self.plan.max_grad_norm or float("inf"))
         strategy.step(None)
         strategy.clear_gradients()
+
+
+def rehearse_step(trainer: Trainer, plan: Plan, batches: Sequence[Any], num_items: NumItems) -> StepMemoryEstimate:
+    """Returns the memory of a step whose processes all run the same passes; see `rehearse`."""
+    return rehearse(CopiedStage(trainer, plan), trainer.model, batches, num_items, trainer.strategy.device)
 
 
 def moved_to(optimizer: Any, before: nn.Module, after: nn.Module) -> Any:

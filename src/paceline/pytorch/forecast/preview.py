@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from paceline.args.errors import UnsupportedOption
 from paceline.checkpoint.retention import retention_of
 from paceline.core.methods import is_ours
+from paceline.core.optional import load
 from paceline.pytorch.data.batches import batch_size_of
 from paceline.pytorch.data.lengths import length_of
 from paceline.pytorch.distributed.simulated import check_group, is_simulated
-from paceline.pytorch.forecast.copied_stage import CopiedStage, first_batches
-from paceline.pytorch.forecast.rehearsal import CannotRehearse, StepMemoryEstimate, rehearse
+from paceline.pytorch.forecast.copied_stage import first_batches
+from paceline.pytorch.forecast.rehearsal import CannotRehearse, NotTraced, StepMemoryEstimate
 from paceline.pytorch.forecast.result import Evaluations, Forecast, count_evaluations, disk_of
 from paceline.pytorch.parts import try_run
 from paceline.pytorch.probes.side_effects import undoing
@@ -26,8 +28,33 @@ if TYPE_CHECKING:
     from paceline.args.plan import Plan
     from paceline.pytorch.trainer import Trainer
 
-TRACED = (None, "ddp")  # strategies whose processes hold all of the model
-SIMULATED = ("fsdp", "mesh")  # those whose collective calls are traced where they move nothing
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The way to find the memory of a step with a strategy.
+
+    Attributes:
+        rehearse: location of `(trainer, plan, batches, num_items) -> StepMemoryEstimate`.
+        is_in_parts: each process holds a part of the model, and the step is traced under `simulated_processes` only.
+        num_batches: micro-batches of an accumulation window that are traced, at most; None for all of them.
+    """
+
+    rehearse: str
+    is_in_parts: bool = False
+    num_batches: int | None = 2  # two stand for any larger number
+
+
+STEP = "paceline.pytorch.forecast.copied_stage:rehearse_step"
+REHEARSALS: dict[str | None, Rehearsal] = {
+    None: Rehearsal(STEP),
+    "ddp": Rehearsal(STEP),
+    "fsdp": Rehearsal(STEP, is_in_parts=True),
+    "mesh": Rehearsal(STEP, is_in_parts=True),
+    "pipeline": Rehearsal(
+        "paceline.pytorch.forecast.copied_pipeline:rehearse_pipeline", is_in_parts=True, num_batches=None
+    ),
+    "deepspeed": Rehearsal("paceline.pytorch.forecast.copied_zero:rehearse_zero", is_in_parts=True),
+}
 
 
 def plan_of(trainer: Trainer, times_step: bool) -> Forecast:
@@ -39,7 +66,7 @@ def plan_of(trainer: Trainer, times_step: bool) -> Forecast:
     with trial_run.unchanged(trainer.model, trainer.optimizer, data), undoing([trainer, trainer.model]):
         loader = trainer.get_train_dataloader()
         plan = trainer._make_session().make_plan(loader)
-        batches = first_batches(trainer, loader, min(plan.accumulation_steps, 2))
+        batches = first_batches(trainer, loader, num_traced(plan))
         memory, note = memory_of(trainer, plan, batches)
     args = trainer._own_options
     state = None if memory is None else memory.optimizer_of_all
@@ -94,9 +121,12 @@ def memory_of(trainer: Trainer, plan: Plan, batches: list[Any]) -> tuple[StepMem
     counts = trainer.objective.wants_num_items
     num_items = trainer._get_num_items_in_batch(batches) if counts else None
     try:
-        found = rehearse(CopiedStage(trainer, plan), trainer.model, batches, num_items, trainer.strategy.device)
+        found = load(REHEARSALS[plan.parallel].rehearse)(trainer, plan, batches, num_items)
+    except NotTraced as error:
+        return None, str(error)
     except CannotRehearse as error:
-        return None, f"the step cannot run on tensors without data ({error}); measure_memory() measures it."
+        remedy = "" if plan.world_size > 1 else "; measure_memory() measures it"
+        return None, f"the step cannot run on tensors without data ({error}){remedy}."
     notes = []
     if not found.has_optimizer_step:
         notes.append("The optimizer's step reads values: tensors that exist only during it are not included.")
@@ -109,16 +139,20 @@ def memory_of(trainer: Trainer, plan: Plan, batches: list[Any]) -> tuple[StepMem
 
 def cannot_trace(plan: Plan) -> str:
     """Returns why the memory of a run of several processes cannot be found; empty if it can."""
-    if plan.parallel in TRACED:
-        return ""
-    if plan.parallel not in SIMULATED:
+    if plan.parallel not in REHEARSALS:
         return f"with parallel={plan.parallel!r} the step runs in an engine that cannot be traced."
-    if is_simulated():
+    if not REHEARSALS[plan.parallel].is_in_parts or is_simulated():
         return ""
     return (
         f"with parallel={plan.parallel!r} each process holds a part of the model. Plan it on one process: "
         f"paceline plan CONFIG.yaml --processes {plan.world_size}, or trainer.plan() under simulated_processes."
     )
+
+
+def num_traced(plan: Plan) -> int:
+    """Returns the number of micro-batches to trace."""
+    most = REHEARSALS[plan.parallel].num_batches if plan.parallel in REHEARSALS else 2
+    return plan.accumulation_steps if most is None else min(plan.accumulation_steps, most)
 
 
 def saved_tensors(model: nn.Module) -> list[Tensor]:

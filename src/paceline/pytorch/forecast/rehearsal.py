@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,13 +23,20 @@ from paceline.core.optional import LateModule
 from paceline.pytorch.distributed.memory import count_state, total
 from paceline.pytorch.distributed.memory_report import recording, tensors_of
 from paceline.pytorch.model.tensor_parts import is_dtensor
-from paceline.pytorch.short_runs.module_memory import KINDS, TOTAL, make_tracker, on_device
+from paceline.pytorch.short_runs.module_memory import KINDS, TOTAL, on_device
 
 fake_tensor: Any = LateModule("torch._subclasses.fake_tensor")
 
 
+NumItems = Tensor | int | None  # `num_items_in_batch` of an accumulation window
+
+
 class CannotRehearse(RuntimeError):
     """The step reads values of tensors, or cannot run on tensors without data; the message gives the reason."""
+
+
+class NotTraced(RuntimeError):
+    """A setting of a strategy is not traced; the message names it."""
 
 
 class Stage(Protocol):
@@ -38,14 +45,29 @@ class Stage(Protocol):
     def prepare(self, model: nn.Module) -> Any:
         """Prepares model and optimizer with the strategy, and returns the optimizer."""
 
-    def compute_loss(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
-        """Returns the loss of a micro-batch under the precision context."""
+    def called(self, model: nn.Module) -> nn.Module:
+        """Returns the module that computes the outputs of this process."""
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Returns the strategy's context of a micro-batch; gradients are exchanged in the last one."""
+    def make_tracker(self, model: nn.Module) -> Any:
+        """Returns torch's tracker of the tensors, which is not entered yet."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass."""
+    def run_forward(self, model: nn.Module, inputs: Any, num_items: NumItems) -> None:
+        """Runs the forward pass of a micro-batch under the precision context; `model` is the `called` one."""
+
+    def run_window(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        num_items: NumItems,
+        after_each: Callable[[], None] | None = None,
+    ) -> None:
+        """Runs forward and backward of all micro-batches; `after_each` is called between those that do not overlap."""
+
+    def give_gradients(self, trained: Sequence[nn.Parameter]) -> None:
+        """Gives each trained parameter a gradient, as the last backward pass of a window leaves it."""
+
+    def kept_tensors(self) -> list[Tensor]:
+        """Returns the tensors that the strategy keeps at this moment, beside parameters and their gradients."""
 
     def bucket_bytes(self, gradients: int) -> int:
         """Returns the bytes that the strategy holds besides gradients, to exchange them."""
@@ -61,7 +83,8 @@ class Stage(Protocol):
 class StepMemoryEstimate:
     """The memory of an optimizer step of one process, in bytes, found without running it.
 
-    Of a sharded model the process's own shards are counted; the first process has the largest ones.
+    Of a sharded model the process's own shards are counted; the first process has the largest ones. Of a pipeline the
+    process with the largest peak is described.
 
     Attributes:
         peak: the largest total of all tensors.
@@ -73,6 +96,8 @@ class StepMemoryEstimate:
         logits: the largest floating-point output of the model.
         has_optimizer_step: False if the optimizer's step reads values: `peak` then holds its state, but not the tensors
             that exist during the step only.
+        peaks: the peak of each process of a pipeline, in the order of their first stages; empty where all processes
+            run the same passes.
     """
 
     peak: int
@@ -85,10 +110,16 @@ class StepMemoryEstimate:
     activations: int
     logits: int
     has_optimizer_step: bool
+    peaks: tuple[int, ...] = ()
 
 
 def rehearse(
-    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: Any, device: torch.device
+    stage: Stage,
+    model: nn.Module,
+    batches: Sequence[Any],
+    num_items: NumItems,
+    device: torch.device,
+    absent: Iterable[Tensor] = (),
 ) -> StepMemoryEstimate:
     """Returns the memory of an optimizer step.
 
@@ -98,25 +129,38 @@ def rehearse(
         batches: collated micro-batches of one accumulation window. Two of the same shape stand for any larger number.
         num_items: `num_items_in_batch` of the window, or None.
         device: the device of the model.
+        absent: parameters that this process does not hold.
 
     Raises:
         CannotRehearse: the step cannot run on tensors without data.
     """
-    try:
+    with explained():
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            twin = fake_copy(model, mode)
+            twin = fake_copy(model, mode, absent)
             fakes = [fake_batch(batch, mode, device) for batch in batches]
         with stage.edited(twin), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracker warns of modules that ended before their backward pass
             return measure(stage, twin.train(), fakes, num_items, device, mode)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raises CannotRehearse in place of any error."""
+    try:
+        yield
+    except NotTraced:
+        raise
     except Exception as error:  # kernels, and modules that cannot be copied, may raise any error
         text = str(error).strip() or "no message"
         raise CannotRehearse(f"{type(error).__name__}: {text.splitlines()[0][:300]}") from error
 
 
-def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
-    """Returns a copy of a module whose tensors have no data."""
-    return copy.deepcopy(model, {id(tensor): mode.from_tensor(tensor) for tensor in tensors_of(model)})
+def fake_copy(model: nn.Module, mode: Any, absent: Iterable[Tensor] = ()) -> nn.Module:
+    """Returns a copy of a module whose tensors have no data; the absent parameters are on the device "meta"."""
+    twins: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in tensors_of(model)}
+    for tensor in absent:
+        twins[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    return copy.deepcopy(model, twins)
 
 
 def fake_batch(batch: Any, mode: Any, device: torch.device) -> Any:
@@ -125,29 +169,31 @@ def fake_batch(batch: Any, mode: Any, device: torch.device) -> Any:
 
 
 def measure(
-    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: Any, device: torch.device, mode: Any
+    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: NumItems, device: torch.device, mode: Any
 ) -> StepMemoryEstimate:
     """Runs the step on a model without data, and counts its tensors."""
     optimizer = stage.prepare(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    trained = [parameter for parameter in own if parameter.requires_grad]
     steps = begin_optimizer(stage, trained)
     state = state_bytes(optimizer) if steps else count_state(optimizer)
-    activations, logits = trace_forward(stage, model, batches[0], num_items, mode)
+    activations, logits = trace_forward(stage, stage.called(model), batches[0], num_items, mode)
     held = [model, *([optimizer] if isinstance(optimizer, Optimizer) and steps else [])]
     if any(map(is_dtensor, trained)):
         # the first call of an operation on DTensors infers its layout on tensors of the whole size, which are no memory
         with mode:
-            run_passes(stage, model, batches, num_items)
+            stage.run_window(model, batches, num_items)
         for parameter in trained:
             parameter.grad = None
-    passes = make_tracker(model)
-    passes.track_external(*held)
-    with mode, passes:
-        run_passes(stage, model, batches, num_items, passes.reset_mod_stats)
+    passes = stage.make_tracker(model)
+    passes.track_external(*held, *stage.kept_tensors())
+    with mode, passes:  # a tracker keeps the statistics of one call of each module
+        stage.run_window(model, batches, num_items, passes.reset_mod_stats)
     trackers = [passes]
     if steps:  # not under the mode: optimizers read their step counts, which are real tensors
-        step = make_tracker(model)
-        step.track_external(*held, *(parameter.grad for parameter in trained if parameter.grad is not None))
+        step = stage.make_tracker(model)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        step.track_external(*held, *gradients, *stage.kept_tensors())
         with step:
             stage.finish()
         trackers.append(step)
@@ -162,7 +208,7 @@ def measure(
     return StepMemoryEstimate(
         peak=whole,
         by_kind=by_kind,
-        parameters=total(model.parameters()),
+        parameters=total(own),
         buffers=total(model.buffers()),
         gradients=total(trained),
         optimizer=state,
@@ -173,21 +219,9 @@ def measure(
     )
 
 
-def run_passes(
-    stage: Stage, model: nn.Module, batches: Sequence[Any], num_items: Any, after_each: Callable[[], None] | None = None
-) -> None:
-    """Runs forward and backward of each micro-batch; a tracker keeps the statistics of one call of each module."""
-    for index, batch in enumerate(batches):
-        with stage.micro_step(index == len(batches) - 1):
-            stage.backward(stage.compute_loss(model, batch, num_items))
-        if after_each is not None:
-            after_each()
-
-
 def begin_optimizer(stage: Stage, trained: Sequence[nn.Parameter]) -> bool:
     """Steps the optimizer once, so that its state exists; returns False if the step reads values of tensors."""
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
+    stage.give_gradients(trained)
     try:
         stage.finish()
     except Exception:  # optimizers of libraries may raise any error
@@ -198,7 +232,7 @@ def begin_optimizer(stage: Stage, trained: Sequence[nn.Parameter]) -> bool:
     return True
 
 
-def trace_forward(stage: Stage, model: nn.Module, batch: Any, num_items: Any, mode: Any) -> tuple[int, int]:
+def trace_forward(stage: Stage, model: nn.Module, batch: Any, num_items: NumItems, mode: Any) -> tuple[int, int]:
     """Returns the bytes of the activations that a forward pass keeps, and of the model's largest output."""
     sizes = [0]
 
@@ -208,7 +242,7 @@ def trace_forward(stage: Stage, model: nn.Module, batch: Any, num_items: Any, mo
     handle = model.register_forward_hook(note)
     try:
         with mode, without_new_hooks(model), recording(model) as found:
-            stage.compute_loss(model, batch, num_items)
+            stage.run_forward(model, batch, num_items)
     finally:
         handle.remove()
     return found.total, max(sizes)
@@ -239,7 +273,12 @@ def state_bytes(optimizer: Any, of_all: bool = False) -> int | None:
     state = getattr(optimizer, "state", None)
     if state is None:
         return None
-    values: list[Tensor] = []
-    for entry in list(state.values()):
-        tree_map(lambda value: values.append(value) if isinstance(value, Tensor) else None, entry)
+    values = tensors_in(list(state.values()))
     return sum(value.numel() * value.element_size() for value in values) if of_all else total(values)
+
+
+def tensors_in(nest: object) -> list[Tensor]:
+    """Returns the tensors in a nest of dicts and lists."""
+    found: list[Tensor] = []
+    tree_map(lambda value: found.append(value) if isinstance(value, Tensor) else None, nest)
+    return found

@@ -132,12 +132,15 @@ class Forecast:
             return [f"memory     not known: {self.memory_note}"]
         found = self.memory
         state = "optimizer unknown" if found.optimizer is None else f"optimizer {format_mib(found.optimizer)}"
+        where = "the largest process" if found.peaks else "each process"
         lines = [
-            f"memory     peak of a step {format_mib(found.peak)} on each process, without the framework's own",
+            f"memory     peak of a step {format_mib(found.peak)} on {where}, without the framework's own",
             f"           parameters {format_mib(found.parameters)}, gradients {format_mib(found.gradients)}, {state},",
             f"           activations {format_mib(found.activations)} per micro-batch, "
             f"logits {format_mib(found.logits)}",
         ]
+        if found.peaks:
+            lines.append(f"           processes of a pipeline {', '.join(map(format_mib, found.peaks))}")
         return lines + ([f"           {self.memory_note}"] if self.memory_note else [])
 
     def _disk(self) -> list[str]:
