@@ -242,6 +242,9 @@ SCENARIOS: dict[str, Callable[[Path, int], Result]] = {
     "function": lambda folder, size: train(folder, size, Deep(), {}, compute_loss_func=by_function),
     "function of the count": lambda folder, size: train(folder, size, Deep(), {}, compute_loss_func=by_count),
     "smoothed": lambda folder, size: train(folder, size, Deep(), {}, label_smoothing_factor=0.1),
+    "smoothed in small batches": lambda folder, size: train(  # some of which have first targets only
+        folder, size, Deep(), {}, label_smoothing_factor=0.1, num_train_epochs=1, **split(1, 1, 4)
+    ),
     "skipping": lambda folder, size: train(folder, size, Deep(), {}, nonfinite_policy="skip"),
     "llama": llama,
     "llama tied": lambda folder, size: llama(folder, size, tied=True),
