@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from ragged import llama, pad, texts
@@ -22,6 +22,7 @@ from paceline import Trainer, TrainerCallback
 from paceline.core.journal import read_rows
 from paceline.core.nonfinite import NonFiniteError
 from paceline.pytorch.model.tensor_parts import whole
+from paceline.pytorch.optim.short_moments import local
 
 RANK = int(os.environ.get("RANK", "0"))
 DATA = classification(38)
@@ -174,6 +175,33 @@ def fp16_overflow_of_a_shard(folder: Path, size: int) -> dict[str, Any]:
     """Of a sharded model: the processes do not see it by their own gradients."""
     options: dict[str, Any] = {"fp16": True, "num_train_epochs": 2, "fsdp": size > 1}
     trainer = trainer_in(folder, size, OverflowingShard(), DATA, **options)
+    trainer.train()
+    (scaler,) = trainer.strategy.stateful().values()
+    parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
+    rate = trainer.lr_scheduler.last_epoch
+    return {"weights": torch.cat(parameters), "loss": losses(trainer), "scaler": scaler.state_dict(), "rate": rate}
+
+
+class OverflowingPart(Classifier):
+    """One number of one gradient is infinite in the third update, in the part of a matrix that one process holds."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"second": "colwise_gather_output"}  # the first parameter is whole
+    num_passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        self.num_passes += self.training
+        one = local(self.second.bias)[0] * 1
+        if RANK == 0 and self.training and self.num_passes == 5 and one.requires_grad:
+            one.register_hook(lambda gradient: gradient + float("inf"))
+        return loss + one * 0, logits
+
+
+@scenario
+def fp16_overflow_of_a_part(folder: Path, size: int) -> dict[str, Any]:
+    """With tensor parallelism: both processes read the same data, and one of them holds the number."""
+    options: dict[str, Any] = {"fp16": True, "num_train_epochs": 2, "parallel": {"tp": 2} if size > 1 else None}
+    trainer = trainer_in(folder, 1, OverflowingPart(), DATA, **options)
     trainer.train()
     (scaler,) = trainer.strategy.stateful().values()
     parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]

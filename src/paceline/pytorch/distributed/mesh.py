@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.args.errors import UnsupportedOption
@@ -53,6 +53,16 @@ class MeshParallel(FullyShardedData):
         context = context_of(model)  # from this or an earlier run of the model
         with context.uncut() if context is not None else nullcontext():
             return super().run_within(model, function)
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clips as for shards. A process skips the step if another has found an overflow in its part of a matrix.
+
+        torch asks only the processes over which the first parameter is sharded.
+        """
+        norm = super().clip(max_norm)
+        if self.mesh.tp > 1 and self.optimizer is not None:
+            self.precision.share_overflow(self.optimizer)
+        return norm
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         if self.mesh.tp > 1:
