@@ -393,10 +393,39 @@ def resumed_at_a_streams_end(folder: Path) -> dict[str, Any]:
     return results
 
 
+class Masked(Classifier):
+    """Keeps what dropout has left out in training."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"second": "rowwise_split_input"}  # dropout sees whole activations
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.masks: list[Tensor] = []
+        self.drop.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self.training:
+            self.masks.append(output.detach() == 0)
+
+
+def masks_on_another_mesh(folder: Path) -> dict[str, list[Tensor]]:
+    """The masks of dropout of runs that go on from one with tensor parallelism, by the kind of their processes."""
+    options = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+    model, tensor_parallel = Masked(), {"tp": 2}
+    trainer_in(folder / "before", 2, model, DATA, max_steps=1, parallel=tensor_parallel, **options).train()
+    found = {}
+    for name, parallel in (("tp", tensor_parallel), ("ddp", None)):
+        trainer = trainer_in(folder / name, 2, Masked(), DATA, max_steps=2, parallel=parallel, **options)
+        trainer.train(resume_from_checkpoint=str(folder / "before" / "checkpoint-1"))
+        found[name] = trainer.model.masks
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     results = {name: run(place / name, size) for name, run in SCENARIOS.items()}
     results["slots"] = resumed_inside_a_slot(place / "slots", place / "checkpoints")
+    results["masks"] = masks_on_another_mesh(place / "masks")
     results["ends"] = resumed_at_a_streams_end(place / "ends")
     torch.save(results, place / f"{RANK}.pt")

@@ -73,3 +73,10 @@ def test_a_stream_that_has_just_ended_is_gone_on_from_to_the_bit(of_two: Found) 
             assert torch.equal(resumed["weights"], whole["weights"]), step
             assert (resumed["step"], resumed["epoch"], resumed["loss"]) == (6, whole["epoch"], whole["loss"]), step
         assert torch.equal(result["ends"]["after the end"]["weights"], whole["weights"])
+
+
+def test_masks_of_dropout_on_another_mesh(of_two: Found) -> None:
+    """The processes of a tensor-parallel group have saved one random state, with which replicas do not go on."""
+    for kind, are_alike in (("tp", True), ("ddp", False)):
+        masks = [torch.stack(result["masks"][kind]) for result in of_two]
+        assert torch.equal(*masks) is are_alike, kind
