@@ -47,6 +47,7 @@ class MeshParallel(FullyShardedData):
             )
         self.plan = args.tp_plan
         self.checkpoints = bool(args.activation_checkpointing)
+        self.smooths = bool(args.label_smoothing_factor)
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls `function` as for shards; if sequences are sharded, each process uses whole sequences here."""
@@ -72,6 +73,7 @@ class MeshParallel(FullyShardedData):
             super()._shard(model, mesh)
         if self.mesh.num_parts > 1:
             by_heads = self.mesh.sp > 1
-            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints, by_heads)
+            parts = sequence_mesh(self.mesh, self.device.type)
+            ContextParallel(model, parts, self.checkpoints, by_heads, self.smooths)
             kind = "sequence parallel, by heads" if by_heads else "context parallel"
             logger.info("Each process has a part of every sequence, of %d (%s).", self.mesh.num_parts, kind)
