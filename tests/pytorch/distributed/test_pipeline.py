@@ -150,6 +150,8 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path) -> None:
         strategy_of(tmp_path, parallel="pipeline", optim="auto")
     with pytest.raises(UnsupportedOption, match=r"compile_regions=False with a pipeline .* leave it out"):
         strategy_of(tmp_path, parallel="pipeline", torch_compile=True, compile_regions=False)
+    with pytest.raises(UnsupportedOption, match=r"linear_cross_entropy=True with a pipeline .* leave it out"):
+        strategy_of(tmp_path, parallel="pipeline", linear_cross_entropy=True)
     args = TrainingArguments(output_dir=str(tmp_path), parallel="pipeline")
     with pytest.raises(ValueError, match="needs several processes, and there is one"):
         resolve(args, world_size=1, micro_batches_per_epoch=1)

@@ -120,8 +120,9 @@ class Pipelined(SingleDevice):
         args: `pipeline_config` is read.
 
     Raises:
-        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, sharded checkpoints, optim='auto', a
-            model compiled as a whole, or a mesh with axes other than `pp` and `dp_replicate`.
+        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, a loss without logits, sharded
+            checkpoints, optim='auto', a model compiled as a whole, or a mesh with axes other than `pp` and
+            `dp_replicate`.
     """
 
     is_sharded = True
@@ -152,9 +153,10 @@ class Pipelined(SingleDevice):
                 "compile_regions=False with a pipeline is not supported, which compiles the repeated blocks: leave it "
                 "out."
             )
-        for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate"):
-            if getattr(args, name, False):
-                raise UnsupportedOption(f"{name}=True with a pipeline is not supported: leave it out.")
+        for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate", "linear_cross_entropy"):
+            if getattr(args, name, False) not in (False, "auto"):
+                value = getattr(args, name)
+                raise UnsupportedOption(f"{name}={value!r} with a pipeline is not supported: leave it out.")
         self.settings = read_pipelining(args.pipeline_config)
         self.size = self.mesh.pp
         self.rank = self.mesh.coordinates(world.process_index)["pp"]
