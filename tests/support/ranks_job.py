@@ -393,6 +393,22 @@ def resumed_at_a_streams_end(folder: Path) -> dict[str, Any]:
     return results
 
 
+class Normed(Classifier):
+    """Has statistics, which each process computes of its own batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(16))  # type: ignore[assignment]
+
+
+def evaluated_and_saved(folder: Path) -> dict[str, Any]:
+    """A sharded model: the loss of an evaluation, and what is saved."""
+    trainer = trainer_in(folder, 2, Normed(), DATA, eval_dataset=DATA, fsdp=True, dataloader_drop_last=True)
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    return {"loss": trainer.evaluate()["eval_loss"], "folder": folder / "model"}
+
+
 class Masked(Classifier):
     """Keeps what dropout has left out in training."""
 
@@ -426,6 +442,7 @@ if __name__ == "__main__":
     place, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     results = {name: run(place / name, size) for name, run in SCENARIOS.items()}
     results["slots"] = resumed_inside_a_slot(place / "slots", place / "checkpoints")
+    results["normed"] = evaluated_and_saved(place / "normed")
     results["masks"] = masks_on_another_mesh(place / "masks")
     results["ends"] = resumed_at_a_streams_end(place / "ends")
     torch.save(results, place / f"{RANK}.pt")

@@ -9,6 +9,7 @@ import processes
 import pytest
 import ranks_job
 import torch
+from safetensors.torch import load_file
 
 Found = list[dict[str, Any]]
 
@@ -80,3 +81,11 @@ def test_masks_of_dropout_on_another_mesh(of_two: Found) -> None:
     for kind, are_alike in (("tp", True), ("ddp", False)):
         masks = [torch.stack(result["masks"][kind]) for result in of_two]
         assert torch.equal(*masks) is are_alike, kind
+
+
+def test_an_evaluation_is_that_of_the_model_that_is_saved(of_two: Found) -> None:
+    """Of a sharded model with batch norm, whose statistics are those of each process's own batches in training."""
+    saved, batch = ranks_job.Normed().eval(), torch.utils.data.default_collate(ranks_job.DATA)
+    saved.load_state_dict(load_file(of_two[0]["normed"]["folder"] / "model.safetensors"))
+    for result in of_two:
+        assert result["normed"]["loss"] == pytest.approx(float(saved(**batch)[0].detach()), rel=1e-5)

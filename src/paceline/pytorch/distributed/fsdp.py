@@ -23,7 +23,7 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.sections import Options
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.pytorch.distributed import memory_gate
-from paceline.pytorch.distributed.broadcast_init import FirstWeights, spread
+from paceline.pytorch.distributed.broadcast_init import FirstWeights, spread, spread_saved_buffers
 from paceline.pytorch.distributed.device_mesh import build_device_mesh, sharding_mesh
 from paceline.pytorch.distributed.precision import ApexPrecision
 from paceline.pytorch.distributed.shard_precision import (
@@ -102,9 +102,12 @@ class FullyShardedData(SingleDevice):
             unit.reshard()
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model itself, sharded first if its values or dtypes depend on sharding."""
+        """Returns the model itself, sharded first if its values or dtypes depend on sharding, with the buffers of the
+        first process.
+        """
         if self.sharding.from_first or self.sharding.precision is not None:
             self.shard(model)
+        spread_saved_buffers(model, self.device)
         return model
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
 from paceline.args.sharding import wants_shards
 from paceline.pytorch.distributed.activation_meta import ActivationMeta, Signature, signature_of
-from paceline.pytorch.distributed.broadcast_init import spread
+from paceline.pytorch.distributed.broadcast_init import spread, spread_saved_buffers
 from paceline.pytorch.distributed.collectives import portable
 from paceline.pytorch.distributed.device_mesh import build_device_mesh
 from paceline.pytorch.distributed.last_stage import LastStage, Looking
@@ -235,9 +235,16 @@ class Pipelined(SingleDevice):
         )
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module to call in evaluation, which returns outputs on the process with the last stage."""
+        """Returns the module to call in evaluation, which returns outputs on the process with the last stage.
+
+        It has the buffers of the first pipeline.
+        """
         if self.last is None or self.last.whole is not self.unwrap(model):
             self.cut(self.unwrap(model))
+        if self.data_group is not None:
+            each = self.mesh.dp_replicate
+            first = self.world.process_index // each * each
+            spread_saved_buffers(self.last.parts, self.device, first, self.data_group)
         last: nn.Module = self.last
         return last
 
