@@ -217,8 +217,10 @@ def results_of(folder: Path, size: int, *names: str) -> list[dict[str, Found]]:
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     folder = tmp_path_factory.mktemp("two")
     one = pipeline_job.SCENARIOS["saved"](folder / "one", 1)
+    pipeline_job.saved(folder / "shards", 1, checkpoint_format="sharded")
     names = [name for name in pipeline_job.SCENARIOS if name != "replicas"]
-    found = results_of(folder, 2, *names, f"from={folder / 'one' / 'checkpoint-5'}")
+    names += [f"from={folder / name / 'checkpoint-5'}" for name in ("one", "shards")]
+    found = results_of(folder, 2, *names)
     return [{**each, "one": one, "folder": {"path": folder}} for each in found]
 
 
@@ -282,7 +284,8 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Path, of_two: list[dict[
     one, folder = of_two[0]["one"], of_two[0]["folder"]["path"]
     check_weights(pipeline_job.go_on(tmp_path, 1, str(folder / "saved" / "checkpoint-5")), one)
     for found in of_two:
-        check_weights(found[f"from={folder / 'one' / 'checkpoint-5'}"], one)
+        for name in ("one", "shards"):
+            check_weights(found[f"from={folder / name / 'checkpoint-5'}"], one)
 
 
 def check_weights(found: Found, expected: Found) -> None:

@@ -432,8 +432,7 @@ class Checkpointer:
         model, optimizer = self.contents.model, self.contents.optimizer
         if is_sharded(checkpoint / OPTIMIZER_FOLDER):
             load_optimizer_shards(model, optimizer, checkpoint)
-            return True
-        if not load_foreign_optimizer(model, optimizer, checkpoint):
+        elif not load_foreign_optimizer(model, optimizer, checkpoint):
             return False
         self.contents.strategy.shard_state(optimizer)
         return True
