@@ -307,7 +307,8 @@ def main() -> None:
     results = {}
     for name in names:
         checkpoint = name.partition("from=")[2]
-        results[name] = go_on(folder / f"on {len(results)}", size, checkpoint) if checkpoint else SCENARIOS[name](folder / name, size)
+        on = folder / f"on {len(results)}"
+        results[name] = go_on(on, size, checkpoint) if checkpoint else SCENARIOS[name](folder / name, size)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(results, folder / f"{rank}.pt")
 

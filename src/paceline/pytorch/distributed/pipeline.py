@@ -319,7 +319,7 @@ class Pipelined(SingleDevice):
             batch: on the device; the same on all processes of the pipeline.
             compute: called on the process with the last stage; may call the model once.
 
-        Raises: the error of `compute`: unchanged on the process with the last stage, as `portable` returns it on others.
+        Raises: the error of `compute`: unchanged on that process, as `portable` returns it on the others.
         """
         made, error = None, None
         with self.looking():
