@@ -184,6 +184,8 @@ MODELS: dict[str, Any] = {
     "qwen": qwen,
     "own module": Reader,
     "own loss": Reader,
+    "smoothed": llama,
+    "smoothed own module": Reader,
     "padded on the left": llama,
     "targets at the end": OwnMean,
 }
@@ -228,6 +230,7 @@ def options_of(folder: Path, name: str, parts: int) -> dict[str, Any]:
         "max_grad_norm": 0.5,
         "num_train_epochs": 7 if name in LONG else 2,
         "include_num_input_tokens_seen": "all",
+        "label_smoothing_factor": 0.1 if name.startswith("smoothed") else 0.0,
         "compute_loss_func": own_loss if name == "own loss" else None,
     }
 

@@ -139,6 +139,12 @@ def by_function(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None 
     return loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
+def by_count(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """The same, which cannot be called without a count."""
+    losses = functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses / int(num_items_in_batch)
+
+
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """Returns the content of a folder's model file; empty without one."""
     path = folder / "model.safetensors"
@@ -234,7 +240,11 @@ SCENARIOS: dict[str, Callable[[Path, int], Result]] = {
     "shapes": lambda folder, size: train(folder, size, Deep(), {}, data_collator=Ragged()),
     "own loss": lambda folder, size: train(folder, size, Deep(), {}, cls=OwnLoss),
     "function": lambda folder, size: train(folder, size, Deep(), {}, compute_loss_func=by_function),
+    "function of the count": lambda folder, size: train(folder, size, Deep(), {}, compute_loss_func=by_count),
     "smoothed": lambda folder, size: train(folder, size, Deep(), {}, label_smoothing_factor=0.1),
+    "smoothed in small batches": lambda folder, size: train(  # some of which have first targets only
+        folder, size, Deep(), {}, label_smoothing_factor=0.1, num_train_epochs=1, **split(1, 1, 4)
+    ),
     "skipping": lambda folder, size: train(folder, size, Deep(), {}, nonfinite_policy="skip"),
     "llama": llama,
     "llama tied": lambda folder, size: llama(folder, size, tied=True),
@@ -297,7 +307,8 @@ def main() -> None:
     results = {}
     for name in names:
         checkpoint = name.partition("from=")[2]
-        results[name] = go_on(folder / "on", size, checkpoint) if checkpoint else SCENARIOS[name](folder / name, size)
+        on = folder / f"on {len(results)}"
+        results[name] = go_on(on, size, checkpoint) if checkpoint else SCENARIOS[name](folder / name, size)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(results, folder / f"{rank}.pt")
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from ragged import llama, pad, texts
@@ -22,6 +22,7 @@ from paceline import Trainer, TrainerCallback
 from paceline.core.journal import read_rows
 from paceline.core.nonfinite import NonFiniteError
 from paceline.pytorch.model.tensor_parts import whole
+from paceline.pytorch.optim.short_moments import local
 
 RANK = int(os.environ.get("RANK", "0"))
 DATA = classification(38)
@@ -174,6 +175,33 @@ def fp16_overflow_of_a_shard(folder: Path, size: int) -> dict[str, Any]:
     """Of a sharded model: the processes do not see it by their own gradients."""
     options: dict[str, Any] = {"fp16": True, "num_train_epochs": 2, "fsdp": size > 1}
     trainer = trainer_in(folder, size, OverflowingShard(), DATA, **options)
+    trainer.train()
+    (scaler,) = trainer.strategy.stateful().values()
+    parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
+    rate = trainer.lr_scheduler.last_epoch
+    return {"weights": torch.cat(parameters), "loss": losses(trainer), "scaler": scaler.state_dict(), "rate": rate}
+
+
+class OverflowingPart(Classifier):
+    """One number of one gradient is infinite in the third update, in the part of a matrix that one process holds."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"second": "colwise_gather_output"}  # the first parameter is whole
+    num_passes = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        self.num_passes += self.training
+        one = local(self.second.bias)[0] * 1
+        if RANK == 0 and self.training and self.num_passes == 5 and one.requires_grad:
+            one.register_hook(lambda gradient: gradient + float("inf"))
+        return loss + one * 0, logits
+
+
+@scenario
+def fp16_overflow_of_a_part(folder: Path, size: int) -> dict[str, Any]:
+    """With tensor parallelism: both processes read the same data, and one of them holds the number."""
+    options: dict[str, Any] = {"fp16": True, "num_train_epochs": 2, "parallel": {"tp": 2} if size > 1 else None}
+    trainer = trainer_in(folder, 1, OverflowingPart(), DATA, **options)
     trainer.train()
     (scaler,) = trainer.strategy.stateful().values()
     parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
@@ -365,10 +393,56 @@ def resumed_at_a_streams_end(folder: Path) -> dict[str, Any]:
     return results
 
 
+class Normed(Classifier):
+    """Has statistics, which each process computes of its own batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(16))  # type: ignore[assignment]
+
+
+def evaluated_and_saved(folder: Path) -> dict[str, Any]:
+    """A sharded model: the loss of an evaluation, and what is saved."""
+    trainer = trainer_in(folder, 2, Normed(), DATA, eval_dataset=DATA, fsdp=True, dataloader_drop_last=True)
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    return {"loss": trainer.evaluate()["eval_loss"], "folder": folder / "model"}
+
+
+class Masked(Classifier):
+    """Keeps what dropout has left out in training."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"second": "rowwise_split_input"}  # dropout sees whole activations
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.masks: list[Tensor] = []
+        self.drop.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self.training:
+            self.masks.append(output.detach() == 0)
+
+
+def masks_on_another_mesh(folder: Path) -> dict[str, list[Tensor]]:
+    """The masks of dropout of runs that go on from one with tensor parallelism, by the kind of their processes."""
+    options = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+    model, tensor_parallel = Masked(), {"tp": 2}
+    trainer_in(folder / "before", 2, model, DATA, max_steps=1, parallel=tensor_parallel, **options).train()
+    found = {}
+    for name, parallel in (("tp", tensor_parallel), ("ddp", None)):
+        trainer = trainer_in(folder / name, 2, Masked(), DATA, max_steps=2, parallel=parallel, **options)
+        trainer.train(resume_from_checkpoint=str(folder / "before" / "checkpoint-1"))
+        found[name] = trainer.model.masks
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     results = {name: run(place / name, size) for name, run in SCENARIOS.items()}
     results["slots"] = resumed_inside_a_slot(place / "slots", place / "checkpoints")
+    results["normed"] = evaluated_and_saved(place / "normed")
+    results["masks"] = masks_on_another_mesh(place / "masks")
     results["ends"] = resumed_at_a_streams_end(place / "ends")
     torch.save(results, place / f"{RANK}.pt")

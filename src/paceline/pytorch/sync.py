@@ -188,6 +188,7 @@ class Tally(NamedTuple):
         num_lacking: processes without a batch for dummy passes.
         num_requests: pending requests to change settings.
         num_with_target: processes whose micro-batches have a target.
+        num_shifting: processes that have seen another shift of the targets than is known of the model.
     """
 
     weight: float
@@ -200,6 +201,7 @@ class Tally(NamedTuple):
     num_lacking: int
     num_requests: int
     num_with_target: int
+    num_shifting: int
 
 
 class ProcessSync:
@@ -294,6 +296,9 @@ class ProcessSync:
         with self._waiting("waiting for the others before an update", DATA):
             sums = sum_floats(self.world, [*own, *counted, *slots])  # exact for integers below 2**53
         total = Tally(sums[0], *map(int, sums[1 : len(own)]))
+        if 0 < total.num_shifting < self.world.world_size:
+            self.normalizer.know_other_shift()
+            return self.synchronize(window, num_samples)  # all of them count alike now
         rest = [int(number) for number in sums[len(own) :]]
         self.counted, slots = Counted(*rest[: len(counted)]), rest[len(counted) :]
         if total.num_stopping:
@@ -336,6 +341,7 @@ class ProcessSync:
             num_lacking=int(own_weight == 0 and self._spare is None),
             num_requests=len(self.requests.pending),
             num_with_target=int(bool(counts) and self.normalizer.has_target(counts)),
+            num_shifting=int(self.normalizer.has_other_shift),
         )
 
     def draw(self, collect: Callable[..., AccumulationWindow], *arguments: Any) -> AccumulationWindow:
@@ -494,8 +500,11 @@ class ProcessSync:
         """Records the observations of all data leaders and recomputes the weight of the window. A collective."""
         self._pass_gate()
         self.is_look_due = False
-        gathered = gather_objects(self.world, observations if self._is_leader else [])
-        self.normalizer.learn([observation for each in gathered for observation in each], self._counts)
+        own = observations if self._is_leader else []
+        gathered = gather_objects(self.world, (own, self.normalizer.has_other_shift))
+        if any(has_other_shift for _, has_other_shift in gathered):  # the last stage of a pipeline sees it alone
+            self.normalizer.know_other_shift()
+        self.normalizer.learn([observation for each, _ in gathered for observation in each], self._counts)
         own_weight = 0 if self.is_idle else self.normalizer.recount(self._counts)
         self.weight = sum_floats(self.world, [own_weight * self._is_leader])[0]
         self._weigh(self.weight, own_weight)

@@ -150,6 +150,8 @@ def test_what_a_pipeline_cannot_do_is_refused(tmp_path: Path) -> None:
         strategy_of(tmp_path, parallel="pipeline", optim="auto")
     with pytest.raises(UnsupportedOption, match=r"compile_regions=False with a pipeline .* leave it out"):
         strategy_of(tmp_path, parallel="pipeline", torch_compile=True, compile_regions=False)
+    with pytest.raises(UnsupportedOption, match=r"linear_cross_entropy=True with a pipeline .* leave it out"):
+        strategy_of(tmp_path, parallel="pipeline", linear_cross_entropy=True)
     args = TrainingArguments(output_dir=str(tmp_path), parallel="pipeline")
     with pytest.raises(ValueError, match="needs several processes, and there is one"):
         resolve(args, world_size=1, micro_batches_per_epoch=1)
@@ -215,8 +217,10 @@ def results_of(folder: Path, size: int, *names: str) -> list[dict[str, Found]]:
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     folder = tmp_path_factory.mktemp("two")
     one = pipeline_job.SCENARIOS["saved"](folder / "one", 1)
+    pipeline_job.saved(folder / "shards", 1, checkpoint_format="sharded")
     names = [name for name in pipeline_job.SCENARIOS if name != "replicas"]
-    found = results_of(folder, 2, *names, f"from={folder / 'one' / 'checkpoint-5'}")
+    names += [f"from={folder / name / 'checkpoint-5'}" for name in ("one", "shards")]
+    found = results_of(folder, 2, *names)
     return [{**each, "one": one, "folder": {"path": folder}} for each in found]
 
 
@@ -280,7 +284,8 @@ def test_checkpoints_are_those_of_one_process(tmp_path: Path, of_two: list[dict[
     one, folder = of_two[0]["one"], of_two[0]["folder"]["path"]
     check_weights(pipeline_job.go_on(tmp_path, 1, str(folder / "saved" / "checkpoint-5")), one)
     for found in of_two:
-        check_weights(found[f"from={folder / 'one' / 'checkpoint-5'}"], one)
+        for name in ("one", "shards"):
+            check_weights(found[f"from={folder / name / 'checkpoint-5'}"], one)
 
 
 def check_weights(found: Found, expected: Found) -> None:

@@ -9,6 +9,7 @@ import processes
 import pytest
 import ranks_job
 import torch
+from safetensors.torch import load_file
 
 Found = list[dict[str, Any]]
 
@@ -73,3 +74,18 @@ def test_a_stream_that_has_just_ended_is_gone_on_from_to_the_bit(of_two: Found) 
             assert torch.equal(resumed["weights"], whole["weights"]), step
             assert (resumed["step"], resumed["epoch"], resumed["loss"]) == (6, whole["epoch"], whole["loss"]), step
         assert torch.equal(result["ends"]["after the end"]["weights"], whole["weights"])
+
+
+def test_masks_of_dropout_on_another_mesh(of_two: Found) -> None:
+    """The processes of a tensor-parallel group have saved one random state, with which replicas do not go on."""
+    for kind, are_alike in (("tp", True), ("ddp", False)):
+        masks = [torch.stack(result["masks"][kind]) for result in of_two]
+        assert torch.equal(*masks) is are_alike, kind
+
+
+def test_an_evaluation_is_that_of_the_model_that_is_saved(of_two: Found) -> None:
+    """Of a sharded model with batch norm, whose statistics are those of each process's own batches in training."""
+    saved, batch = ranks_job.Normed().eval(), torch.utils.data.default_collate(ranks_job.DATA)
+    saved.load_state_dict(load_file(of_two[0]["normed"]["folder"] / "model.safetensors"))
+    for result in of_two:
+        assert result["normed"]["loss"] == pytest.approx(float(saved(**batch)[0].detach()), rel=1e-5)

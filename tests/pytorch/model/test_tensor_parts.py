@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed import fake_pg
 
 from paceline.pytorch.distributed.precision import Precision
 from paceline.pytorch.distributed.strategy import SingleDevice
 from paceline.pytorch.distributed.world import World
-from paceline.pytorch.model.tensor_parts import differing_names, local_part, map_tensors, whole
+from paceline.pytorch.model.tensor_parts import differing_names, local_part, map_tensors, placed_like, whole
 
 
 class Tied(nn.Module):
@@ -72,3 +76,20 @@ def test_tensors_that_are_whole() -> None:
     assert not local_part(parameter).requires_grad
     nest = {"a": [torch.ones(1), 2], "b": (torch.zeros(1),)}
     assert map_tensors(lambda tensor: tensor + 1, nest) == {"a": [torch.full((1,), 2.0), 2], "b": (torch.ones(1),)}
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, (0, 3)), (1, (5, 8)), (2, (3, 5)), (3, (8, 10))])
+def test_parts_of_different_sizes_on_two_axes(rank: int, rows: tuple[int, int]) -> None:
+    """Of ten rows, tensor parallelism has five on each process, of which FSDP makes three and two."""
+    distributed.init_process_group("fake", rank=rank, world_size=4, store=fake_pg.FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        cut = [_StridedShard(0, split_factor=2), Shard(0)]
+        own, value = torch.empty(rows[1] - rows[0], 3), torch.arange(30.0).view(10, 3)
+        like = DTensor.from_local(own, mesh, cut, run_check=False, shape=value.shape, stride=value.stride())
+        placed = placed_like(value, like)
+        assert (placed.shape, placed.placements) == (like.shape, like.placements)
+        assert torch.equal(local_part(placed), value[slice(*rows)])
+        assert placed_like(value, own) is value
+    finally:
+        distributed.destroy_process_group()

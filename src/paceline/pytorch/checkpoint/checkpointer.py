@@ -40,6 +40,7 @@ from paceline.pytorch.checkpoint.saves import Job, Saves
 from paceline.pytorch.checkpoint.validate_state import wrap_load_error
 from paceline.pytorch.data.feed import StatefulDataIterator
 from paceline.pytorch.distributed.collectives import gather_objects, share_object
+from paceline.pytorch.distributed.random import separate_streams
 from paceline.pytorch.optim.groups import group_settings, overridden_options
 
 logger = logging.getLogger(__name__)
@@ -431,8 +432,7 @@ class Checkpointer:
         model, optimizer = self.contents.model, self.contents.optimizer
         if is_sharded(checkpoint / OPTIMIZER_FOLDER):
             load_optimizer_shards(model, optimizer, checkpoint)
-            return True
-        if not load_foreign_optimizer(model, optimizer, checkpoint):
+        elif not load_foreign_optimizer(model, optimizer, checkpoint):
             return False
         self.contents.strategy.shard_state(optimizer)
         return True
@@ -445,14 +445,15 @@ class Checkpointer:
     def load_random_states(self, checkpoint: Path) -> None:
         """Restores the random states; without them (`save_only_model`) the run keeps its current ones."""
         # a run on another mesh may have saved different states for ranks that share a random stream on this one
-        rank = self.contents.strategy.mesh.first_of_stream(self.world.process_index)
-        size = self.world.world_size
+        mesh, size = self.contents.strategy.mesh, self.world.world_size
+        rank = mesh.first_of_stream(self.world.process_index)
         state = files.load_rng(checkpoint, rank, size)
         if state is None:
             logger.warning("%s holds no random state: the run resumes, but not bit for bit.", checkpoint)
-            return
-        with wrap_load_error(checkpoint / files.rng_name(rank, size)):
-            self.items[RNG].load_state_dict(state)
+        else:
+            with wrap_load_error(checkpoint / files.rng_name(rank, size)):
+                self.items[RNG].load_state_dict(state)
+        separate_streams(self.world, mesh.rng_rank(self.world.process_index))
 
     def load_best(self, checkpoint: Path) -> bool:
         """Loads the best checkpoint; if it is damaged, logs an error, keeps the last weights and returns False."""

@@ -88,10 +88,34 @@ def spread(model: nn.Module, device: torch.device) -> None:
     """
     plain = (tensor for _, _, tensor in tensors_of(model) if type(tensor) in (nn.Parameter, Tensor))
     for tensor in {id(tensor): tensor for tensor in plain if not tensor.is_meta}.values():
-        value = tensor.detach().to(device).contiguous()
-        if value.numel():
-            distributed.broadcast(value.view(-1).view(torch.uint8), src=0)
-        tensor.copy_(value)
+        replace_by_first(tensor, device)
+
+
+@torch.no_grad()
+def spread_saved_buffers(model: nn.Module, device: torch.device, first: int = 0, group: Any = None) -> None:
+    """Broadcasts the buffers that checkpoints store, such as the statistics of batch norm, to all replicas.
+
+    Each replica follows its own batches in training, and checkpoints store the buffers of the first one. So this makes
+    an evaluation that of the model which is saved.
+
+    Args:
+        model: the model, or a stage of it.
+        device: the buffers are sent on it.
+        first: the global rank of the first replica.
+        group: the processes with the same part of the model; None: all.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if type(buffer) is Tensor and not buffer.is_meta and name not in module._non_persistent_buffers_set:
+                replace_by_first(buffer, device, first, group)
+
+
+def replace_by_first(tensor: Tensor, device: torch.device, first: int = 0, group: Any = None) -> None:
+    """Replaces the values of a tensor by those that another process has, whose global rank is `first`."""
+    value = tensor.detach().to(device).contiguous()
+    if value.numel():  # sent as bytes, because backends differ in the dtypes they support
+        distributed.broadcast(value.view(-1).view(torch.uint8), src=first, group=group)
+    tensor.copy_(value)
 
 
 def spaced(num_bytes: int) -> int:

@@ -82,16 +82,19 @@ class ContextParallel:
         mesh: a device mesh with one axis.
         checkpoints: True if activations are recomputed in the backward pass.
         by_heads: True exchanges tokens for heads (`sp`); False gathers keys and values (`cp`).
+        reads_outputs: True if a loss is computed of the outputs, although the model gets the labels.
 
     Raises:
         UnsupportedOption: the model would give wrong results on shards.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool, by_heads: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, checkpoints: bool, by_heads: bool = False, reads_outputs: bool = False
+    ) -> None:
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
         self.group = mesh.get_group()
-        self.by_heads = by_heads
+        self.by_heads, self.reads_outputs = by_heads, reads_outputs
         self.axis = "sp" if by_heads else "cp"
         self.said = f"parallel={{{self.axis!r}: {self.size}}}"
         self.model = model
@@ -348,7 +351,7 @@ class ContextParallel:
 
     def _together(self, nest: object) -> Any:
         """Gathers the outputs that have an entry for each token from all shards, for callers or for a loss."""
-        now, makes_loss = self.now, self.now.targets is not None
+        now, makes_loss = self.now, self.now.targets is not None and not self.reads_outputs
         if now.has_gradient and makes_loss and len(self.model._forward_hooks) == self._num_hooks:
             return nest
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from paceline.args.errors import UnsupportedOption
@@ -23,7 +23,7 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.sections import Options
 from paceline.args.sharding import Sharding, read_sharding
 from paceline.pytorch.distributed import memory_gate
-from paceline.pytorch.distributed.broadcast_init import FirstWeights, spread
+from paceline.pytorch.distributed.broadcast_init import FirstWeights, spread, spread_saved_buffers
 from paceline.pytorch.distributed.device_mesh import build_device_mesh, sharding_mesh
 from paceline.pytorch.distributed.precision import ApexPrecision
 from paceline.pytorch.distributed.shard_precision import (
@@ -34,7 +34,7 @@ from paceline.pytorch.distributed.shard_precision import (
     warn_of_short_weights,
 )
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
-from paceline.pytorch.model.tensor_parts import map_tensors, whole
+from paceline.pytorch.model.tensor_parts import map_tensors, placed_like, whole
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,12 @@ class FullyShardedData(SingleDevice):
             unit.reshard()
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model itself, sharded first if its values or dtypes depend on sharding."""
+        """Returns the model itself, sharded first if its values or dtypes depend on sharding, with the buffers of the
+        first process.
+        """
         if self.sharding.from_first or self.sharding.precision is not None:
             self.shard(model)
+        spread_saved_buffers(model, self.device)
         return model
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
@@ -196,8 +199,9 @@ class FullyShardedData(SingleDevice):
 
     def load_full(self, model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Loads whole weights into the shards; returns the missing names, and the unexpected ones."""
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        result = set_model_state_dict(model, dict(weights), options=options)
+        own = model.state_dict()
+        placed = {name: placed_like(value, own.get(name)) for name, value in weights.items()}
+        result = set_model_state_dict(model, placed, options=StateDictOptions(strict=False))
         return list(result.missing_keys), list(result.unexpected_keys)
 
     def shard_state(self, optimizer: Optimizer) -> None:
@@ -207,8 +211,7 @@ class FullyShardedData(SingleDevice):
             for name, value in state.items() if isinstance(shards, DTensor) else ():
                 is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
                 if is_whole and value.shape == shards.shape:
-                    value = value.to(shards.device_mesh.device_type)
-                    state[name] = distribute_tensor(value, shards.device_mesh, shards.placements)
+                    state[name] = placed_like(value, shards)
 
 
 def check_full_eval(args: Options) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.args.errors import UnsupportedOption
@@ -47,12 +47,23 @@ class MeshParallel(FullyShardedData):
             )
         self.plan = args.tp_plan
         self.checkpoints = bool(args.activation_checkpointing)
+        self.smooths = bool(args.label_smoothing_factor)
 
     def run_within(self, model: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls `function` as for shards; if sequences are sharded, each process uses whole sequences here."""
         context = context_of(model)  # from this or an earlier run of the model
         with context.uncut() if context is not None else nullcontext():
             return super().run_within(model, function)
+
+    def clip(self, max_norm: float) -> Tensor | None:
+        """Clips as for shards. A process skips the step if another has found an overflow in its part of a matrix.
+
+        torch asks only the processes over which the first parameter is sharded.
+        """
+        norm = super().clip(max_norm)
+        if self.mesh.tp > 1 and self.optimizer is not None:
+            self.precision.share_overflow(self.optimizer)
+        return norm
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         if self.mesh.tp > 1:
@@ -62,6 +73,7 @@ class MeshParallel(FullyShardedData):
             super()._shard(model, mesh)
         if self.mesh.num_parts > 1:
             by_heads = self.mesh.sp > 1
-            ContextParallel(model, sequence_mesh(self.mesh, self.device.type), self.checkpoints, by_heads)
+            parts = sequence_mesh(self.mesh, self.device.type)
+            ContextParallel(model, parts, self.checkpoints, by_heads, self.smooths)
             kind = "sequence parallel, by heads" if by_heads else "context parallel"
             logger.info("Each process has a part of every sequence, of %d (%s).", self.mesh.num_parts, kind)

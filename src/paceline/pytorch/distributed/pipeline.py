@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,7 +23,8 @@ from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
 from paceline.args.sharding import wants_shards
 from paceline.pytorch.distributed.activation_meta import ActivationMeta, Signature, signature_of
-from paceline.pytorch.distributed.broadcast_init import spread
+from paceline.pytorch.distributed.broadcast_init import spread, spread_saved_buffers
+from paceline.pytorch.distributed.collectives import portable
 from paceline.pytorch.distributed.device_mesh import build_device_mesh
 from paceline.pytorch.distributed.last_stage import LastStage, Looking
 from paceline.pytorch.distributed.pipeline_window import WindowLosses, check_own
@@ -42,6 +43,7 @@ KINDS: dict[str, Any] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
 }
 MakeLoss = Callable[[int], Tensor]
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -118,8 +120,9 @@ class Pipelined(SingleDevice):
         args: `pipeline_config` is read.
 
     Raises:
-        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, sharded checkpoints, optim='auto', a
-            model compiled as a whole, or a mesh with axes other than `pp` and `dp_replicate`.
+        UnsupportedOption: fp16, evaluation in 16 bits, generation in evaluation, a loss without logits, sharded
+            checkpoints, optim='auto', a model compiled as a whole, or a mesh with axes other than `pp` and
+            `dp_replicate`.
     """
 
     is_sharded = True
@@ -150,9 +153,10 @@ class Pipelined(SingleDevice):
                 "compile_regions=False with a pipeline is not supported, which compiles the repeated blocks: leave it "
                 "out."
             )
-        for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate"):
-            if getattr(args, name, False):
-                raise UnsupportedOption(f"{name}=True with a pipeline is not supported: leave it out.")
+        for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate", "linear_cross_entropy"):
+            if getattr(args, name, False) not in (False, "auto"):
+                value = getattr(args, name)
+                raise UnsupportedOption(f"{name}={value!r} with a pipeline is not supported: leave it out.")
         self.settings = read_pipelining(args.pipeline_config)
         self.size = self.mesh.pp
         self.rank = self.mesh.coordinates(world.process_index)["pp"]
@@ -231,9 +235,16 @@ class Pipelined(SingleDevice):
         )
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module to call in evaluation, which returns outputs on the process with the last stage."""
+        """Returns the module to call in evaluation, which returns outputs on the process with the last stage.
+
+        It has the buffers of the first pipeline.
+        """
         if self.last is None or self.last.whole is not self.unwrap(model):
             self.cut(self.unwrap(model))
+        if self.data_group is not None:
+            each = self.mesh.dp_replicate
+            first = self.world.process_index // each * each
+            spread_saved_buffers(self.last.parts, self.device, first, self.data_group)
         last: nn.Module = self.last
         return last
 
@@ -283,22 +294,47 @@ class Pipelined(SingleDevice):
     def loss_of(
         self, compute_loss: Callable[..., Any], normalizer: LossNormalizer, inputs: Any, num_items: object
     ) -> Tensor | None:
-        """Returns the loss of a batch on all processes, computed through the stages without gradients."""
-        found = None
-        with self.looking():
-            if not self.is_last:
-                self.forward(inputs, None)
-            else:
-                self.last.expect(inputs)
-                self.last.receive(None)
-                with self.forward_context():
-                    loss, _ = compute_loss_with_outputs(compute_loss, self.last, inputs, num_items)
-                found = None if loss is None else (float(loss.detach().mean()), loss.dtype, normalizer.passes_count)
-        found = self.share_from_last(found)
+        """Returns the loss of a batch on all processes, computed through the stages without gradients.
+
+        Raises: the error of `compute_loss`, on all processes.
+        """
+
+        def compute() -> tuple[float, torch.dtype, bool] | None:
+            with self.forward_context():
+                loss, _ = compute_loss_with_outputs(compute_loss, self.last, inputs, num_items)
+            return None if loss is None else (float(loss.detach().mean()), loss.dtype, normalizer.passes_count)
+
+        found = self.from_last(inputs, compute)
         if found is None:
             return None
         value, dtype, normalizer.passes_count = found
         return torch.tensor(value, dtype=dtype)
+
+    def from_last(self, batch: Any, compute: Callable[[], Made]) -> Made:
+        """Returns on all processes what the one with the last stage computes for a batch, without gradients.
+
+        The batch passes through the stages before. So an error of `compute` leaves no process waiting.
+
+        Args:
+            batch: on the device; the same on all processes of the pipeline.
+            compute: called on the process with the last stage; may call the model once.
+
+        Raises: the error of `compute`: unchanged on that process, as `portable` returns it on the others.
+        """
+        made, error = None, None
+        with self.looking():
+            received = self.forward(batch, tuple)
+            if self.is_last:
+                self.last.expect(batch)
+                self.last.receive(received)
+                try:
+                    made = compute()
+                except Exception as raised:
+                    error = raised
+        made, told = self.share_from_last((made, None if error is None else portable(error)))
+        if error is not None or told is not None:
+            raise error or told
+        return made  # type: ignore[no-any-return]
 
     def run_schedule(self, batches: list[Mapping[str, Any]], make_loss: MakeLoss) -> None:
         """Runs the forward and backward passes of micro-batches.

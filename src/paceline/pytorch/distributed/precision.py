@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from paceline.core.apex import require_apex
@@ -52,6 +52,11 @@ class Precision:
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscales the gradients; call it before they are clipped or read."""
+
+    def share_overflow(self, optimizer: Optimizer) -> None:
+        """Makes an overflow that one process has found in its gradients known to all. A collective if losses are
+        scaled.
+        """
 
     def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
         """Steps the optimizer unless `is_bad` (0-dim, on the device) is true. Returns True if the step was applied.
@@ -122,6 +127,10 @@ class Float16(Precision):
 
     def unscale(self, optimizer: Optimizer) -> None:
         self.scaler.unscale_(optimizer)
+
+    def share_overflow(self, optimizer: Optimizer) -> None:
+        for found in self.scaler._found_inf_per_device(optimizer).values():
+            distributed.all_reduce(found, distributed.ReduceOp.MAX)
 
     def step(self, optimizer: Optimizer, is_bad: torch.Tensor | None = None) -> bool:
         # the scaler checks every gradient itself, and lowers the scale if one overflowed. A call of optimizer.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.pytorch.distributed.collectives import gather_objects
+from paceline.pytorch.distributed.world import World
 from paceline.pytorch.distributed.xla_runtime import random_state, seed_devices
 
 
@@ -113,6 +116,22 @@ def preserved_rng() -> Iterator[None]:
         yield
     finally:
         restore_rng(state)
+
+
+def separate_streams(world: World, stream: int) -> None:
+    """Gives ranks of different random streams different states, if they were restored to the same one.
+
+    The ranks of a tensor-parallel group save one state for all, and may read different data on another mesh. A
+    collective; states that differ are unchanged.
+
+    Args:
+        world: the processes.
+        stream: the index of this rank's random stream.
+    """
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=4).digest()
+    owners = [owner for owner, other in gather_objects(world, (stream, digest)) if other == digest]
+    if min(owners) != stream:
+        set_seed((int.from_bytes(digest, "big") + stream) % 2**32)
 
 
 def seed_everything(seed: int, *, is_deterministic: bool, tf32: bool | None) -> None:

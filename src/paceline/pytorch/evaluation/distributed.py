@@ -279,15 +279,13 @@ class PipelineEvaluation(DistributedEvaluation):
 
     def _loss_of(self, batch: object, num_items: object) -> torch.Tensor | None:
         """Returns the loss of a batch on all processes of the pipeline, through whose stages the batch is passed."""
-        loss = None
-        with self.strategy.looking():
-            if not self.strategy.is_last:
-                self.strategy.forward(batch, None)
-            else:
-                self.strategy.last.expect(batch)
-                self.strategy.last.receive(None)
-                loss = super()._loss_of(batch, num_items)
-        told = self.strategy.share_from_last(None if loss is None else (float(loss), loss.dtype))
+        loss_of = super()._loss_of
+
+        def compute() -> tuple[float, torch.dtype] | None:
+            loss = loss_of(batch, num_items)
+            return None if loss is None else (float(loss), loss.dtype)
+
+        told = self.strategy.from_last(batch, compute)
         return None if told is None else torch.tensor(told[0], dtype=told[1])
 
 

@@ -150,6 +150,17 @@ class LossNormalizer:
         self.is_scaled = False
         self.is_made_here = True
 
+    @property
+    def has_other_shift(self) -> bool:
+        """Returns True if a loss that the caller computes was seen to shift its targets, and the model's class is not
+        known to, or the reverse.
+        """
+        return self.is_made_here and self.known is not None and self.known.shifted != self.shifts
+
+    def know_other_shift(self) -> None:
+        """Sets what another process has seen: see `has_other_shift`."""
+        self.know(LossReduction("tokens", shifted=not self.shifts))
+
     def know_of(self, reduction: LossReduction) -> None:
         """Sets the observed reduction of the loss, unless one was declared."""
         self.known = self.likely = reduction

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from paceline.core.optional import LateModule
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+tensors: Any = LateModule("torch.distributed.tensor")
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
@@ -24,6 +28,18 @@ def local_part(tensor: Any) -> Tensor:
     held: Tensor = getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's shard of a parameter that it has partitioned
     held = held.detach()
     return held.to_local() if is_dtensor(held) else held
+
+
+def placed_like(value: Tensor, like: Any) -> Any:
+    """Returns a value that each process holds whole with the placement of `like`; unchanged if that is no DTensor.
+
+    Each process takes its own part. torch's scatter, which is the default, fails where both FSDP and tensor parallelism
+    cut a dimension into parts of different sizes.
+    """
+    if is_dtensor(value) or not is_dtensor(like):
+        return value
+    moved = value.detach().to(like.device_mesh.device_type)
+    return tensors.distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def whole(value: object) -> Any:

@@ -30,7 +30,7 @@ from paceline.core.schedules import Settled
 from paceline.pytorch.data.loading import is_stream, loader_length
 from paceline.pytorch.distributed.random import preserved_rng
 from paceline.pytorch.distributed.strategy import SingleDevice
-from paceline.pytorch.model.tensor_parts import is_dtensor, local_part
+from paceline.pytorch.model.tensor_parts import is_dtensor, local_part, placed_like
 from paceline.pytorch.optim.schedulers import MultiplierLR
 
 if TYPE_CHECKING:
@@ -107,11 +107,7 @@ class Slot:
 
     def part_of(self, value: Tensor) -> Tensor:
         """Returns this process's part of a value that may be whole."""
-        if is_dtensor(value) or not is_dtensor(self.tensor):
-            return local_part(value)
-        like: Any = self.tensor
-        moved = value.to(like.device_mesh.device_type)
-        return local_part(dtensor.distribute_tensor(moved, like.device_mesh, like.placements))
+        return local_part(placed_like(value, self.tensor))
 
     def swap_in(self) -> None:
         """Puts the average into the tensor."""

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption, wrong_value
 from paceline.core.events import TrainerCallback
-from paceline.core.optional import LateModule, require
-from paceline.pytorch.model.tensor_parts import is_dtensor, local_part, whole
+from paceline.core.optional import require
+from paceline.pytorch.model.tensor_parts import is_dtensor, local_part, placed_like, whole
 from paceline.pytorch.optim.layerwise import steps_in_backward
 from paceline.pytorch.pruning.masks import CHANNEL, HEAD, TWO_OF_FOUR, UNITS, WEIGHT, Target, find_targets, masks_of
-
-if TYPE_CHECKING:
-    from torch.distributed import tensor as dtensor
-else:
-    dtensor = LateModule("torch.distributed.tensor")
 
 __all__ = ["Pruning"]
 
@@ -390,10 +385,7 @@ def _gathered(weight: Tensor) -> Tensor:
 
 def _part(mask: Tensor, tensor: Any) -> Tensor:
     """Returns this process's part of a mask, on the device of the tensor that it belongs to."""
-    if not is_dtensor(tensor):
-        return mask.to(tensor.device)
-    moved = mask.to(tensor.device_mesh.device_type)
-    return local_part(dtensor.distribute_tensor(moved, tensor.device_mesh, tensor.placements, src_data_rank=None))
+    return local_part(placed_like(mask, tensor)) if is_dtensor(tensor) else mask.to(tensor.device)
 
 
 def check_semi_structured(device: torch.device) -> None:
