@@ -287,20 +287,9 @@ class ProcessSync:
             the largest number of micro-batches of any process.
         """
         batches, num_items = window
-        counts = [self.normalizer.count(batch) for batch in batches]
-        own_weight = sum(item.weight for item in counts)
-        measured = self.measure(batches) if self.measure is not None and batches else Counted()
-        own = self._tally(counts, own_weight, num_items, num_samples)
-        counted = [int(number) * self._is_leader for number in measured]
-        slots = [int(len(batches) > slot) for slot in range(self.accumulation)]
-        with self._waiting("waiting for the others before an update", DATA):
-            sums = sum_floats(self.world, [*own, *counted, *slots])  # exact for integers below 2**53
-        total = Tally(sums[0], *map(int, sums[1 : len(own)]))
-        if 0 < total.num_shifting < self.world.world_size:
-            self.normalizer.know_other_shift()
-            return self.synchronize(window, num_samples)  # all of them count alike now
-        rest = [int(number) for number in sums[len(own) :]]
-        self.counted, slots = Counted(*rest[: len(counted)]), rest[len(counted) :]
+        counts, own_weight, total, rest = self._sum(window, num_samples)
+        size = len(rest) - self.accumulation
+        self.counted, slots = Counted(*rest[:size]), rest[size:]
         if total.num_stopping:
             self.signals.agree(bool(total.num_interrupted))
         if total.num_requests:
@@ -326,6 +315,25 @@ class ProcessSync:
                 num_items = self.normalizer.num_items(batches)
         self.watchdog.enter("making an update")
         return (batches, num_items), total.samples, num_batches
+
+    def _sum(self, window: AccumulationWindow, num_samples: int) -> tuple[list[Counts], float, Tally, list[int]]:
+        """Returns the counts and the weight of this process's window, and the sums over all processes: the tally, then
+        the measured counts and the processes with a micro-batch in each slot. A collective.
+        """
+        batches, num_items = window
+        counts = [self.normalizer.count(batch) for batch in batches]
+        own_weight = sum(item.weight for item in counts)
+        measured = self.measure(batches) if self.measure is not None and batches else Counted()
+        own = self._tally(counts, own_weight, num_items, num_samples)
+        counted = [int(number) * self._is_leader for number in measured]
+        slots = [int(len(batches) > slot) for slot in range(self.accumulation)]
+        with self._waiting("waiting for the others before an update", DATA):
+            sums = sum_floats(self.world, [*own, *counted, *slots])  # exact for integers below 2**53
+        total = Tally(sums[0], *map(int, sums[1 : len(own)]))
+        if 0 < total.num_shifting < self.world.world_size:
+            self.normalizer.know_other_shift()
+            return self._sum(window, num_samples)  # all of them count alike now
+        return counts, own_weight, total, [int(number) for number in sums[len(own) :]]
 
     def _tally(self, counts: Sequence[Counts], own_weight: float, num_items: Any, num_samples: int) -> Tally:
         """Returns what this process adds to the sums over all processes."""

@@ -18,16 +18,14 @@ from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
 
-from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import resolve_mesh
 from paceline.args.pipelining import read_pipelining
-from paceline.args.sharding import wants_shards
 from paceline.pytorch.distributed.activation_meta import ActivationMeta, Signature, signature_of
 from paceline.pytorch.distributed.broadcast_init import spread, spread_saved_buffers
 from paceline.pytorch.distributed.collectives import portable
 from paceline.pytorch.distributed.device_mesh import build_device_mesh
 from paceline.pytorch.distributed.last_stage import LastStage, Looking
-from paceline.pytorch.distributed.pipeline_window import WindowLosses, check_own
+from paceline.pytorch.distributed.pipeline_window import WindowLosses, check_options, check_own
 from paceline.pytorch.distributed.stages import Stage, make_stages, owners_of
 from paceline.pytorch.distributed.strategy import Prepared, SingleDevice
 from paceline.pytorch.distributed.window import Pass, PassRunner
@@ -130,33 +128,7 @@ class Pipelined(SingleDevice):
 
     def __init__(self, world: Any, precision: Any, args: Any) -> None:
         super().__init__(world, precision, resolve_mesh(args, world.world_size, world.local_size))
-        others = {axis: size for axis, size in self.mesh.axes.items() if axis not in ("pp", "dp_replicate")}
-        if others:
-            shown = ", ".join(f"{axis}={size}" for axis, size in others.items())
-            raise UnsupportedOption(
-                f"parallel: pp={self.mesh.pp} with {shown} is not supported: combine pp with dp_replicate only."
-            )
-        if precision.scales or precision.has_masters:
-            raise UnsupportedOption("fp16=True with a pipeline is not supported: set bf16=True.")
-        if wants_shards(args):
-            raise UnsupportedOption(
-                "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) with a pipeline is not supported: "
-                "leave it out."
-            )
-        if str(args.optim) == "auto":
-            raise UnsupportedOption(
-                "optim='auto' with a pipeline is not supported: processes with other layers might choose otherwise. "
-                "Name an optimizer."
-            )
-        if args.torch_compile and args.compile_regions is False:
-            raise UnsupportedOption(
-                "compile_regions=False with a pipeline is not supported, which compiles the repeated blocks: leave it "
-                "out."
-            )
-        for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate", "linear_cross_entropy"):
-            if getattr(args, name, False) not in (False, "auto"):
-                value = getattr(args, name)
-                raise UnsupportedOption(f"{name}={value!r} with a pipeline is not supported: leave it out.")
+        check_options(self.mesh, precision, args)
         self.settings = read_pipelining(args.pipeline_config)
         self.size = self.mesh.pp
         self.rank = self.mesh.coordinates(world.process_index)["pp"]

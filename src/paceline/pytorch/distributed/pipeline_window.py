@@ -1,15 +1,20 @@
-"""The losses of an accumulation window in a pipeline, computed on the last stage when the schedule requests them."""
+"""The losses of a window in a pipeline, computed on the last stage, and what a pipeline does not support."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
+from paceline.args.errors import UnsupportedOption
+from paceline.args.mesh import Mesh
+from paceline.args.sharding import wants_shards
 from paceline.core.methods import is_ours
 from paceline.pytorch.distributed.last_stage import LastStage
+from paceline.pytorch.distributed.precision import Precision
 from paceline.pytorch.distributed.window import Pass, PassRunner
 from paceline.pytorch.model.loss import Counts
 
@@ -54,6 +59,40 @@ class WindowLosses:
     def found(self) -> list[Tensor]:
         """Returns the contributions of the micro-batches to the window's loss, in order; empty on other stages."""
         return [self._losses[number] for number in sorted(self._losses)]
+
+
+def check_options(mesh: Mesh, precision: Precision, args: Any) -> None:
+    """Refuses meshes and options that a pipeline does not support.
+
+    Raises:
+        UnsupportedOption: names the option.
+    """
+    others = {axis: size for axis, size in mesh.axes.items() if axis not in ("pp", "dp_replicate")}
+    if others:
+        shown = ", ".join(f"{axis}={size}" for axis, size in others.items())
+        raise UnsupportedOption(
+            f"parallel: pp={mesh.pp} with {shown} is not supported: combine pp with dp_replicate only."
+        )
+    if precision.scales or precision.has_masters:
+        raise UnsupportedOption("fp16=True with a pipeline is not supported: set bf16=True.")
+    if wants_shards(args):
+        raise UnsupportedOption(
+            "checkpoint_format='sharded' (or fsdp_config['state_dict_type']) with a pipeline is not supported: "
+            "leave it out."
+        )
+    if str(args.optim) == "auto":
+        raise UnsupportedOption(
+            "optim='auto' with a pipeline is not supported: processes with other layers might choose otherwise. "
+            "Name an optimizer."
+        )
+    if args.torch_compile and args.compile_regions is False:
+        raise UnsupportedOption(
+            "compile_regions=False with a pipeline is not supported, which compiles the repeated blocks: leave it out."
+        )
+    for name in ("bf16_full_eval", "fp16_full_eval", "predict_with_generate", "linear_cross_entropy"):
+        if getattr(args, name, False) not in (False, "auto"):
+            value = getattr(args, name)
+            raise UnsupportedOption(f"{name}={value!r} with a pipeline is not supported: leave it out.")
 
 
 def check_own(training_step: Callable[..., Tensor]) -> None:
