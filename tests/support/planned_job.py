@@ -1,6 +1,7 @@
 """Peak memory of optimizer steps on several processes, by torch's allocator: `planned_job.py FOLDER [zero]`.
 
-The first process writes the bytes of each case on each process into `FOLDER/peaks.json`.
+The first process writes, for each case and process, the bytes of the steps with the lowest and the highest peak into
+`FOLDER/peaks.json`.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Allocated(TrainerCallback):
     """Records what the allocator gives and takes back during each step from the third on.
 
     gloo frees a buffer after the other process has read it, so a step that waits holds more than it needs; the step
-    with the lowest peak waited least.
+    with the lowest peak waited least, and the one with the highest may have waited for all that was sent.
     """
 
     def __init__(self) -> None:
@@ -185,16 +186,16 @@ def rise(profiler: Any) -> int:
 
 
 def main(folder: Path, names: Iterable[str]) -> None:
-    peaks: dict[str, list[int]] = {}
+    peaks: dict[str, list[Any]] = {}
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
             trainer = build(Path(scratch), name)
             watch = Allocated()
             trainer.add_callback(watch)
             trainer.train()
-            own = held_before(trainer, trainer.optimizer) + min(map(rise, watch.profilers))
-            peaks[name] = [0] * distributed.get_world_size()
-            distributed.all_gather_object(peaks[name], own)
+            held, rises = held_before(trainer, trainer.optimizer), list(map(rise, watch.profilers))
+            peaks[name] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(peaks[name], (held + min(rises), held + max(rises)))
     if os.environ.get("RANK", "0") == "0":
         (folder / "peaks.json").write_text(json.dumps(peaks))
 

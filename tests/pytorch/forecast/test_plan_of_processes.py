@@ -134,8 +134,10 @@ def test_the_peak_is_what_the_allocator_gives(kind: str, tmp_path: Path) -> None
     measured = json.loads((tmp_path / "peaks.json").read_text())
     for name in planned_job.ZERO if kind else planned_job.CASES:
         memory = planned(tmp_path / "planned", 2, name).memory
-        found = [memory.peak / max(measured[name])]
-        found += [own / real for own, real in zip(memory.peaks, measured[name], strict=False)]
+        found = [memory.peak / max(lowest for lowest, _ in measured[name])]
+        # what a process of a pipeline has sent is held until it was taken, later in some steps than in others
+        for own, (lowest, highest) in zip(memory.peaks, measured[name], strict=False):
+            found.append(own / min(max(own, lowest), highest))
         shown = ", ".join(f"{ratio:.3f}" for ratio in found)
         print(f"{name}: predicted / measured = {shown}")
         assert found == pytest.approx([1] * len(found), abs=WITHIN), name
