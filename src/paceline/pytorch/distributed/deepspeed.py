@@ -19,6 +19,7 @@ from paceline.args.deepspeed_config import EngineConfig, fill_config, finish_sch
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import Mesh
 from paceline.core.optional import require
+from paceline.pytorch.distributed.broadcast_init import spread_saved_buffers
 from paceline.pytorch.distributed.deepspeed_state import PartitionedOptimizer, Partitions
 from paceline.pytorch.distributed.precision import CastWeights, narrow
 from paceline.pytorch.distributed.strategy import NOTHING, Prepared, SingleDevice
@@ -170,8 +171,13 @@ class DeepSpeed(SingleDevice):
         return bool(self.engine.was_step_applied())
 
     def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """Returns the module itself, without the engine: its parameters gather themselves."""
-        return self.unwrap(model).to(self.device) if self.engine is None else self.unwrap(model)
+        """Returns the module itself, without the engine: its parameters gather themselves. It has the buffers of the
+        first process.
+        """
+        inner = self.unwrap(model).to(self.device) if self.engine is None else self.unwrap(model)
+        if has_group():
+            spread_saved_buffers(inner, self.device)
+        return inner
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Returns the module as the user gave it."""
