@@ -12,6 +12,7 @@ from typing import Any
 
 import processes
 import pytest
+import ranks_job
 import shared_runs
 import torch
 import transformers
@@ -120,6 +121,18 @@ def test_a_killed_process_is_restarted_from_the_last_checkpoint(folder: Path, tm
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert torch.equal(weights(tmp_path, "zero3_killed"), weights(folder, "zero3"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_evaluation_is_that_of_the_model_that_is_saved(tmp_path: Path) -> None:
+    """Each process follows the statistics of its own batches in training."""
+    processes.finish(processes.start("normed_under_zero.py", 2, str(tmp_path)), timeout=TIMEOUT)
+    saved, batch = ranks_job.Normed().eval(), torch.utils.data.default_collate(ranks_job.DATA)
+    saved.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
+    for rank in (0, 1):
+        loss = json.loads((tmp_path / f"loss-{rank}.json").read_text())
+        assert loss == pytest.approx(float(saved(**batch)[0].detach()), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
