@@ -43,6 +43,7 @@ def test_a_job_on_several_processes_is_started_over_by_one_of_them(tmp_path: Pat
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["job", "job-earlier-1"]
     for text in ("The earlier run is now in", "everything goes to", "are saved to", "The curves:"):
         assert done.stdout.count(text) == 1, done.stdout
+    assert done.stderr.count("did not find any unused parameters") == 1, done.stderr  # of torch's C++ code
 
 
 def test_what_is_not_said() -> None:

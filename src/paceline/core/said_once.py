@@ -2,6 +2,9 @@
 
 A process claims a warning by creating an empty file in a folder that the processes of the launch share; one that finds
 the file leaves the warning out. A warning of only some processes is therefore shown too, and no process waits.
+
+Warnings of torch's C++ code, which reach no Python handler, are those of the first process of a machine, if torch is
+imported after paceline: it reads their level once.
 """
 
 from __future__ import annotations
@@ -11,16 +14,23 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 SILENT = -1  # a record of this level is below the level of every handler
 
 
-def install(name: str, environment: Mapping[str, str]) -> None:
-    """Shows the warnings of a logger and its children once for the processes that torchrun started on this machine."""
+def install(name: str, environment: MutableMapping[str, str]) -> None:
+    """Shows the warnings of a logger and its children once for the processes that torchrun started on this machine.
+
+    Args:
+        name: the logger.
+        environment: the variables of this process; the level of torch's C++ log is set in it, unless it is there.
+    """
     size = environment.get("LOCAL_WORLD_SIZE", "1")
     if not size.isdecimal() or int(size) < 2:  # not a number: refused, by name, with the process group
         return
@@ -28,6 +38,8 @@ def install(name: str, environment: Mapping[str, str]) -> None:
     logging.getLogger(name).handlers.insert(0, ClaimingHandler(folder))
     if environment.get("LOCAL_RANK") == "0":
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    elif "torch" not in sys.modules:
+        environment.setdefault(CPP_LOG_LEVEL, "ERROR")
 
 
 def folder_of(environment: Mapping[str, str], launcher: int) -> Path:
