@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from paceline.args.errors import UnsupportedOption
+from paceline.pytorch.model.attention_windows import windows_of
 from paceline.pytorch.model.checkpointing import enable_checkpointing
 from paceline.pytorch.model.isolation import Isolation, find_isolation, isolated
 
@@ -276,6 +278,29 @@ def test_plain_modules_that_cannot_are_refused(make: Any, reason: str) -> None:
         find(make())
 
 
+@pytest.mark.parametrize("kind", ["BertForTokenClassification", "LlamaForTokenClassification"])
+def test_fewer_classes_than_tokens(kind: str) -> None:
+    """The labels that try the loss are classes: others end the work with a CUDA device."""
+    pytest.importorskip("transformers")
+    model = tiny(kind, "sdpa")
+    assert model.config.num_labels == 2
+    found = find(model)
+    assert found.shifts is False
+    check(model, found)
+
+
+class Demands(TakesMask):
+    """Its code raises an error that no other module does."""
+
+    def outputs(self, *args: Any) -> Tensor:
+        raise AssertionError("lengths are needed")
+
+
+def test_any_error_of_a_module_is_a_reason_to_refuse_it() -> None:
+    with pytest.raises(UnsupportedOption, match=r"AssertionError: lengths are needed.*Use packing='group'"):
+        find(Demands())
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -332,10 +357,60 @@ def test_windows_of_a_config_within_are_seen() -> None:
     assert find(nested(16)).way.name == "the model's own masks for sdpa"
 
 
-def test_a_window_that_cannot_be_tried_is_refused() -> None:
-    pytest.importorskip("transformers")
-    with pytest.raises(UnsupportedOption, match=r"sliding_window=4096, is above the 512 tokens.*Use packing='group'"):
-        find(nested(4096))
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_large_window_is_tried_as_a_small_one(attention: str) -> None:
+    """Rows and documents are longer than the window of 600 tokens; the probe made it 32."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MistralConfig(**sizes, num_key_value_heads=1, vocab_size=61, sliding_window=600, initializer_range=0.3)
+    config._attn_implementation = attention
+    model = MistralForCausalLM(config)
+    way = find(model).way
+    assert way.name == f"the model's own masks for {attention}"
+    assert config.sliding_window == 600
+    assert not any(vars(module).get("sliding_window") not in (None, 600) for module in model.modules())
+    config.use_cache = False
+    documents = [
+        torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(length)) for length in (650, 9)
+    ]
+    positions = torch.cat([torch.arange(each.shape[1]) for each in documents])[None]
+    with torch.no_grad(), isolated(model, way):
+        together = model(input_ids=torch.cat(documents, 1), position_ids=positions).logits.split((650, 9), 1)
+    for document, found in zip(documents, together, strict=True):
+        torch.testing.assert_close(found, model(input_ids=document).logits, rtol=1e-4, atol=1e-4)
+    config.sliding_window = None
+    assert (model(input_ids=documents[0]).logits - together[0]).abs().max() > 1e-3
+
+
+class HidesItsWindow(TakesMask):
+    """Its attention does not read the window of its config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"vocab_size": 61})()
+        self.config.sliding_window = 4096
+
+
+def test_a_window_that_cannot_be_made_smaller_is_refused() -> None:
+    with pytest.raises(UnsupportedOption, match=r"sliding_window=4096, could not be made smaller.*Use packing='group'"):
+        find(HidesItsWindow())
+
+
+class ByLayer:
+    """A config whose window differs by layer, as those of transformers that raise an error of their own."""
+
+    max_position_embeddings, vocab_size = 64, 61
+    per_layer_config = (SimpleNamespace(sliding_window=None), SimpleNamespace(sliding_window=20))
+
+    @property
+    def sliding_window(self) -> int:
+        raise LookupError("it is a per-layer attribute")
+
+
+def test_windows_of_each_layer_are_seen() -> None:
+    assert windows_of(ByLayer()) == {"sliding_window": 20}
 
 
 class IgnoresWindows(TakesMask):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
 
 WINDOWS = (
     "sliding_window",
@@ -36,10 +39,44 @@ def windows_of(config: Any) -> dict[str, int]:
     for each in configs_in(config):
         positions = getattr(each, "max_position_embeddings", None)
         for name in WINDOWS:
-            for size in sizes_in(getattr(each, name, None)):
+            for size in sizes_in(option_in(each, name)):
                 if not isinstance(positions, int) or size < positions:
                     found[name] = max(size, found.get(name, 0))
     return found
+
+
+def option_in(config: Any, name: str) -> Any:
+    """Returns an option of a config; of one whose layers differ in it, a list of theirs."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers' own, of configs with options by layer
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
+@contextmanager
+def narrowed(model: nn.Module, config: Any, names: Collection[str], largest: int, size: int) -> Iterator[None]:
+    """Shrinks attention windows while entered, in the configs of a model and in its modules.
+
+    Args:
+        model: the model.
+        config: its config.
+        names: the options to change.
+        largest: windows above this number of tokens are changed.
+        size: tokens of a window meanwhile.
+    """
+    before = [
+        (vars(owner), name, value)
+        for owner in (*configs_in(config), *model.modules())
+        for name in names
+        if isinstance(value := vars(owner).get(name), int) and value > largest
+    ]
+    for attributes, name, _ in before:
+        attributes[name] = size
+    try:
+        yield
+    finally:
+        for attributes, name, value in before:
+            attributes[name] = value
 
 
 def sizes_in(value: object) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
 from paceline.core.optional import require
-from paceline.pytorch.model.attention_windows import configs_in, has_windows, windows_of
+from paceline.pytorch.model.attention_windows import configs_in, has_windows, narrowed, windows_of
 from paceline.pytorch.model.document_attention import document_starts, layout_mask, register
 from paceline.pytorch.model.outputs import find_loss
 from paceline.pytorch.model.signature import ForwardSignature, innermost, read_signature
@@ -29,6 +29,7 @@ LossOf = Callable[[nn.Module, dict[str, Any]], Any]
 
 LENGTHS = (5, 9, 7)  # tokens of the probe's documents; with attention windows, the second one is made longer than them
 LARGEST_WINDOW = 512  # tokens; a larger window would make the probe as slow and large as a training step
+NARROW_WINDOW = 32  # tokens of a larger window in the probe
 BLOCK_MASK = "block_mask"
 MASKS = ("attention_mask", "mask", "attn_mask", BLOCK_MASK)
 BOUNDS = ("cu_seqlens", "cu_seq_lens")
@@ -254,6 +255,11 @@ class Refused(Exception):
     """Raised if a method does not isolate the documents; the message says why."""
 
 
+def reason_of(error: Exception) -> str:
+    """Returns the reason of an error in a pass of the probe."""
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
+
+
 def find_isolation(
     model: nn.Module,
     loss_of: LossOf,
@@ -266,7 +272,8 @@ def find_isolation(
 ) -> Isolation:
     """Returns the first method that isolates documents in a model, tested by a few forward passes.
 
-    The rows of the passes have 21 tokens, or slightly more than the model's largest attention window.
+    The rows of the passes have 21 tokens, or slightly more than the model's largest attention window. A window above
+    `LARGEST_WINDOW` is made `NARROW_WINDOW` meanwhile.
 
     Args:
         model: the model on its device, with all its weights.
@@ -283,23 +290,28 @@ def find_isolation(
     config = getattr(innermost(model), "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise not_isolated(model, ["it has an encoder and a decoder, whose rows would have to match"])
+    large = {name: size for name, size in windows_of(config).items() if size > LARGEST_WINDOW}
     lengths = probe_lengths(model)
     pad = getattr(config, "pad_token_id", None)
     firsts = [0, *([pad + 1] if isinstance(pad, int) and pad >= 0 else [])]
     told = []
-    with surroundings(), without_cache(model), torch.no_grad():
+    with ExitStack() as stack:
+        for context in (surroundings(), without_cache(model), torch.no_grad()):
+            stack.enter_context(context)
         model.eval()
         probe = Probe(model, loss_of, is_half, lengths, num_rows)
+        try:
+            stack.enter_context(probe.narrowed(config, large) if large else nullcontext())
+        except Exception as error:
+            raise not_isolated(model, [reason_of(error)], in_parts) from error
         for way, first in itertools.product(ways_of(model, is_compiled, in_parts), firsts):
             try:
                 with isolated(model, way):
                     shifts = probe.check(first)
                 used = replace(way, change=positions_alone) if in_parts else way
                 return Isolation(used, first, shifts)
-            except Refused as reason:
-                told.append(f"{way.name}: {reason}")
-            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-                told.append(f"{way.name}: {type(error).__name__}: {str(error)[:200]}")
+            except Exception as error:  # of the model's code, which may demand any other input
+                told.append(f"{way.name}: {reason_of(error)}")
     raise not_isolated(model, told or [missing_inputs(in_parts)], in_parts)
 
 
@@ -325,18 +337,13 @@ def not_isolated(model: nn.Module, reasons: list[str], in_parts: bool = False) -
 def probe_lengths(model: nn.Module) -> tuple[int, ...]:
     """Returns the lengths in tokens of the probe's documents; the second one is longer than all attention windows.
 
-    Raises:
-        UnsupportedOption: a window is longer than `LARGEST_WINDOW`.
+    Windows above `LARGEST_WINDOW` count as `NARROW_WINDOW`, to which they are changed in the probe.
     """
     config = getattr(innermost(model), "config", None)
     windows = windows_of(config)
     if not windows:
         return LENGTHS
-    name = max(windows, key=lambda each: windows[each])
-    window = windows[name]
-    if window > LARGEST_WINDOW:
-        reason = f"its attention window, {name}={window}, is above the {LARGEST_WINDOW} tokens it can be tried with"
-        raise not_isolated(model, [reason])
+    window = max(NARROW_WINDOW if size > LARGEST_WINDOW else size for size in windows.values())
     length = window + window // 4 + LENGTHS[1]
     positions = [getattr(each, "max_position_embeddings", None) for each in configs_in(config)]
     sizes = [each for each in positions if isinstance(each, int) and each > window]
@@ -369,6 +376,24 @@ class Probe:
         self.others = [low + (each - low + (high - low) // 2) % (high - low) for each in self.documents]
         self._alone: list[Tensor] | None = None
 
+    @contextmanager
+    def narrowed(self, config: Any, windows: Mapping[str, int]) -> Iterator[None]:
+        """Shrinks large attention windows while entered.
+
+        Args:
+            config: the config of the model.
+            windows: the options that hold them, with their tokens.
+
+        Raises:
+            Refused: the outputs do not depend on the options, so the windows are elsewhere.
+        """
+        before = self._alone_outputs(self.documents[1])
+        with narrowed(self.model, config, windows, LARGEST_WINDOW, NARROW_WINDOW):
+            if torch.equal(before, self._alone_outputs(self.documents[1])):
+                name = max(windows, key=lambda each: windows[each])
+                raise Refused(f"its attention window, {name}={windows[name]}, could not be made smaller to be tried")
+            yield
+
     def check(self, first: int) -> bool:
         """Returns True if the loss shifts its labels.
 
@@ -379,6 +404,7 @@ class Probe:
             Refused: the documents are not isolated.
         """
         packed = self._outputs(self.documents, first)[:1]
+        num_classes = packed.shape[-1] if packed.dim() > 2 else None
         if self._alone is None:
             self._alone = [self._alone_outputs(each) for each in self.documents]
         starts = itertools.accumulate(self.lengths, initial=0)
@@ -391,7 +417,7 @@ class Probe:
                 self._check_changes(first)
             finally:
                 self.model.eval()
-        return self._find_shift(first)
+        return self._find_shift(first, num_classes)
 
     def _check_changes(self, first: int) -> None:
         """Checks that a change of each document leaves the outputs of the others unchanged, up to rounding."""
@@ -430,9 +456,15 @@ class Probe:
         scale = float(other.abs().max())
         return bool(((one - other).abs().max() <= self.tolerance * max(scale, 1e-6)).item())
 
-    def _find_shift(self, first: int) -> bool:
-        """Returns True if the loss shifts labels, determined from the losses of the documents and of the row."""
+    def _find_shift(self, first: int, num_classes: int | None) -> bool:
+        """Returns True if the loss shifts labels, determined from the losses of the documents and of the row.
+
+        Args:
+            num_classes: width of the outputs, which may be that of a few classes of tokens; None: unknown.
+        """
         labels = [each.clone() for each in self.others]  # differ from the inputs
+        if num_classes is not None:  # a label outside of the classes would end the work with a CUDA device
+            labels = [each % num_classes for each in labels]
         alone = [
             self._loss({"input_ids": ids.to(self.device), "labels": own.to(self.device)})
             for ids, own in zip(self.documents, labels, strict=True)
@@ -460,7 +492,10 @@ class Probe:
 def token_range(model: nn.Module) -> tuple[int, int]:
     """Returns (first, end) of a range of token ids that excludes the known special tokens."""
     ask = getattr(innermost(model), "get_input_embeddings", None)
-    embedding = ask() if callable(ask) else None
+    try:
+        embedding = ask() if callable(ask) else None
+    except NotImplementedError:  # of a model of transformers without one table for its tokens
+        embedding = None
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     size = getattr(embedding, "num_embeddings", None) or max(sizes, default=4)
     config = getattr(innermost(model), "config", None)
