@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -445,6 +446,37 @@ def test_an_option_that_is_no_name_is_refused(tmp_path: Path) -> None:
         TrainingArguments(output_dir=str(tmp_path), linear_cross_entropy="a b")
     with pytest.raises(ValueError, match="linear_cross_entropy=True is not possible"):
         trainer_of_a_module_without_head(tmp_path)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_reads_the_logits_is_refused_also_after_a_probe_of_the_loss(
+    tmp_path: Path, accumulation: int
+) -> None:
+    """The passes that find out how the loss is reduced take an error for a loss that cannot be tried."""
+
+    class Dense(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": functional.cross_entropy(self.head(inputs).permute(0, 2, 1), labels)}
+
+    data = [{"inputs": torch.randn(5, FEATURES), "labels": torch.randint(0, CLASSES, (5,))} for _ in range(16)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", linear_cross_entropy="head",
+        per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"linear_cross_entropy='head' is not possible: .*permute reads them"):
+        Trainer(Dense(), args, train_dataset=data).train()  # type: ignore[arg-type]
+
+
+def test_the_result_of_another_option_is_not_that_of_required_chunks() -> None:
+    """A checkpoint of a run whose loss read its logits holds that they are used."""
+    model, verdict = LanguageModel(), SimpleNamespace(by_chunks=False)
+    outputs, _ = gradients(model, LinearLoss(True, verdict), make_batch())
+    assert isinstance(outputs["logits"], LazyLogits)
+    assert verdict.by_chunks
 
 
 def trainer_of_a_module_without_head(folder: Path) -> None:

@@ -111,6 +111,7 @@ class LinearLoss:
         self._earlier: list[Family] = []  # of passes with gradients, whose logits may be read after the pass
         self._given: list[weakref.ref[Tensor]] = []  # lazy logits of these passes
         self._said: set[str] = set()
+        self._obstacle: str | None = None  # why required chunks are not possible, once an error has said so
 
     def __reduce__(self) -> Any:
         """Makes copies start without results of the check."""
@@ -149,8 +150,7 @@ class LinearLoss:
         """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self.bind(inner)
-        if self._kernel is not None and not self._is_kernel_checked:
-            self.is_right = None  # a checkpoint may hold the result of another check
+        self._insist()
         if self._earlier:
             self._review()
         if self._name is None or self.is_right is False:
@@ -177,6 +177,20 @@ class LinearLoss:
         self._judge(families)
         if torch.is_grad_enabled() and not self.is_required and not settles:
             self._earlier += families
+
+    def _insist(self) -> None:
+        """Drops a result that was found for another option.
+
+        Raises:
+            UnsupportedOption: chunks are required and not possible. A pass that tries the loss has ended with this
+                error, which ended the pass alone.
+        """
+        if self._kernel is not None and not self._is_kernel_checked:
+            self.is_right = None  # a checkpoint may hold the result of another check
+        if self.is_required and self.is_right is False:
+            if self._obstacle is not None:
+                self._refuse(self._obstacle)
+            self.is_right = None
 
     def _takes_logits(self, model: nn.Module, path: list[nn.Module], name: str) -> bool:
         """Returns True if this process needs the logits of a pass, and logs the reason."""
@@ -288,7 +302,7 @@ class LinearLoss:
         if self._model is not None:
             if self._model() is model:
                 return
-            self.is_right = None
+            self.is_right = self._obstacle = None
         self._model, self._name = weakref.ref(model), None
         self._families, self._earlier, self._readers = [], [], None
         try:
@@ -362,6 +376,7 @@ class LinearLoss:
 
     def _refuse(self, reason: str, level: int = logging.INFO) -> None:
         if self.is_required:
+            self._obstacle = reason
             without = "" if self._kernel is None else f"{OPTION}=True, which needs no kernel, or "
             raise UnsupportedOption(
                 f"{OPTION}={self.option!r} is not possible: {reason}. Set {without}{OPTION}='auto', which then takes "
