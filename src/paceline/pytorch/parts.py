@@ -358,19 +358,19 @@ def find_packing(trainer: Trainer) -> packing.Packing | None:
 
 def measurer_of(trainer: Trainer) -> Measure | None:
     """Returns `(micro-batches) -> counts`; None if nothing is counted."""
-    padding = getattr(trainer.processing_class, "pad_token_id", None)
+    padding, found = getattr(trainer.processing_class, "pad_token_id", None), trainer._find_packing()
     count_tokens = token_counter(
         str(trainer.args.include_num_input_tokens_seen),
         getattr(trainer.model, "main_input_name", "input_ids"),
         padding,
+        None if found is None else partial(token_counts.num_filling, form=found.form),
     )
     return measurer(innermost(trainer.model), trainer.floating_point_ops, count_tokens, padding_counter_of(trainer))
 
 
 def padding_counter_of(trainer: Trainer) -> token_counts.PaddingCounter | None:
     """Returns `(batch) -> (useful tokens, all tokens)`; None without packing or a token budget."""
-    args, found = trainer._own_options, trainer._find_packing()
-    tokens = tokens_of(args)
+    args, found, tokens = trainer._own_options, trainer._find_packing(), tokens_of(trainer._own_options)
     if tokens is None and packing_of(args) is None:
         return None
     pad_token_id = getattr(trainer.processing_class, "pad_token_id", None)

@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,18 @@ def test_samples_are_packed_without_a_collator_and_by_workers(tmp_path: Path) ->
         )  # fmt: skip
         trainer.train()
         assert losses(trainer) == pytest.approx(losses(padded), rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["pack", "flatten"])
+def test_what_fills_the_rows_is_no_token_that_was_seen(packing: str, tmp_path: Path) -> None:
+    """Token 5, the padding of the tokenizer, is one of the texts too."""
+    options: dict[str, Any] = {"packing_length": 16} if packing == "pack" else {}
+    data = texts(23)
+    trainer = run(
+        TakesMask(), tmp_path, packing, data, include_num_input_tokens_seen="non_padding", data_collator=None,
+        processing_class=SimpleNamespace(pad_token_id=5), **options,
+    )  # fmt: skip
+    assert trainer.state.num_input_tokens_seen == sum(len(text["input_ids"]) for text in data)
 
 
 def test_a_model_that_cannot_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -80,13 +80,16 @@ def measurer(
     return measure
 
 
-def token_counter(how: str, name: str, padding: int | None) -> Callable[[Any], int] | None:
+def token_counter(
+    how: str, name: str, padding: int | None, num_filling: Callable[[Any], int] | None = None
+) -> Callable[[Any], int] | None:
     """Returns `(batch) -> input tokens`; None if they are not counted.
 
     Args:
         how: `include_num_input_tokens_seen`: "no", "all", or "non_padding".
         name: the name of the model's main input.
         padding: the padding token, for batches without an `attention_mask`; None: there is no padding.
+        num_filling: returns the tokens that fill the ends of a batch's packed rows; None: rows are not packed.
     """
     if how == "no":
         return None
@@ -100,6 +103,8 @@ def token_counter(how: str, name: str, padding: int | None) -> Callable[[Any], i
             )
         if how == "all":
             return tokens.numel()
+        if num_filling is not None:
+            return tokens.numel() - num_filling(batch)
         if isinstance(batch.get("attention_mask"), Tensor):
             return int(batch["attention_mask"].sum())
         return tokens.numel() if padding is None else int((tokens != padding).sum())
