@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_models import Classifier, classification, make_trainer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import TrainerCallback
@@ -99,6 +100,29 @@ def test_counting_changes_no_bit_and_counts_what_torch_counts() -> None:
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     assert all(torch.equal(one, other) for one, other in zip(gradients[0], gradients[1], strict=True))
     assert counted.operations == torchs.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_not_counted(is_reentrant: bool) -> None:
+    """The operations of the model: otherwise checkpointing would raise the MFU, and slow the run."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    x = torch.randn(8, 16, requires_grad=True)
+    counts = []
+    for checkpoints in (False, True):
+        with OperationCounter() as counter:
+            outputs = checkpoint(model, x, use_reentrant=is_reentrant) if checkpoints else model(x)
+            outputs.square().sum().backward()
+        counts.append(counter.operations)
+    assert counts == [3 * 2 * 8 * (16 * 32 + 32 * 4)] * 2
+
+
+def test_a_gradient_that_is_differentiated_again_is_counted() -> None:
+    layer, x = nn.Linear(16, 4, bias=False), torch.randn(8, 16, requires_grad=True)
+    with OperationCounter() as counter:
+        (slope,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    product = 2 * 8 * 16 * 4
+    assert counter.operations == 6 * product, "two forward, of which each has two gradients"
 
 
 def test_a_loss_by_chunks_has_the_operations_of_its_logits() -> None:

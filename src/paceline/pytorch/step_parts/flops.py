@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from paceline.args.errors import UnsupportedOption
@@ -141,7 +144,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = None if self._is_paused else formula_of(func)
-        if formula is not None:
+        if formula is not None and not is_recomputed():
             self.operations += int(formula(*args, **kwargs, out_val=result))
         return result
 
@@ -153,6 +156,17 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_paused = False
+
+
+def is_recomputed() -> bool:
+    """Returns True in the second forward pass of an activation checkpoint, which runs within the backward pass."""
+    # a function of torch that is not documented: -1 outside of a backward pass
+    if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None  # else a backward pass that is differentiated again
 
 
 def formula_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -171,9 +185,9 @@ class FlopMeter:
     """Counts the operations of this process's passes, and computes the model FLOP/s and the MFU.
 
     The first pass over a batch of new shapes is counted, which does not change its results; later passes with these
-    shapes reuse the count, as long as the same parameters are trained. Kernels for which torch has no formula (those of
-    other packages) are not counted; recomputation in the backward pass is. A compiled model is estimated instead,
-    because the counter would break its graph.
+    shapes reuse the count, as long as the same parameters are trained. Not counted are kernels for which torch has no
+    formula (those of other packages), and what activation checkpoints compute again. A compiled model is estimated
+    instead, because the counter would break its graph.
 
     Args:
         training_step: the Trainer's, bound: forward and backward of one micro-batch.
