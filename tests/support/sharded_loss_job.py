@@ -34,6 +34,12 @@ class Nested(LanguageModel):
         self.body = nn.Sequential(self.body, Block(8, 8), Block(8, 8))
 
 
+class EmbeddingIsUnit(Nested):
+    """Its plan makes a unit of the embedding that the head is tied to, as that of BERT does."""
+
+    _no_split_modules = ("Block", "Embedding")
+
+
 class StopAt(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == 2
@@ -69,6 +75,7 @@ def lora() -> Any:
 # name -> the model, its Trainer and its options
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied, accumulated": (Nested, Trainer, {"gradient_accumulation_steps": 2, "max_steps": 3}),
+    "tied to a unit": (EmbeddingIsUnit, Trainer, {}),
     "untied": (lambda: Nested(is_tied=False, dropout=0.2), Trainer, {}),
     "gathered until the backward pass": (Nested, Trainer, {"fsdp": "shard_grad_op"}),
     "bf16 parameters": (Nested, Trainer, {"fsdp_config": BF16}),

@@ -6,7 +6,8 @@ Uses torch's `fully_shard` (FSDP 2): parameters become DTensors, which are gathe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -147,7 +148,7 @@ class FullyShardedData(SingleDevice):
         }
         if self.sharding.offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        units = find_units(model, self.sharding)
+        units = without_tied(model, find_units(model, self.sharding))
         first = FirstWeights(self.world, model, self.device) if self.sharding.from_first else None
         policy = self.sharding.precision
         for unit in (*units, model):
@@ -253,6 +254,23 @@ def find_units(model: nn.Module, sharding: Sharding) -> list[nn.Module]:
     if not names:
         units = [each for module in modules if isinstance(module, nn.ModuleList) for each in module]
     return list(reversed(units))
+
+
+def without_tied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the units without those that share a parameter with a module outside of them, which torch refuses.
+
+    The embedding that a head is tied to, a unit by the plan of BERT and others, becomes part of what is left.
+    """
+    owners: dict[int, set[int]] = defaultdict(set)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].add(id(module))
+    kept = []
+    for unit in units:
+        inside = {id(module) for module in unit.modules()}
+        if all(owners[id(parameter)] <= inside for parameter in unit.parameters()):
+            kept.append(unit)
+    return kept
 
 
 def by_size(model: nn.Module, least: int) -> Iterator[nn.Module]:
