@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 from train_jobs import MODULE, check_finished, check_refused, losses, module_of, results, write_job
 
+from paceline import Trainer
 from paceline.cli.config import read_job
 from paceline.cli.errors import UsageError
 from paceline.cli.main import main
@@ -50,6 +51,42 @@ def test_a_run_trains_evaluates_and_is_found_finished(config: Path, capsys: pyte
     for name in ("model.safetensors", "run.json", "job.json", "trainer_state.json", "log.jsonl", "checkpoint-12"):
         assert (config.parent / "run" / name).exists(), name
     check_finished(config, 12, capsys)
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (RuntimeError, None)])
+def test_a_last_evaluation_that_does_not_end_loses_no_model(
+    error: type[BaseException],
+    code: int | None,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Without a checkpoint; the same command makes up for the evaluation, once, and trains no further."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    words = ["train", str(config), "--save_strategy", "no", "--eval_strategy", "no"]
+    note = f"The training is complete: its model is in {config.parent / 'run'}/, and the same command evaluates it."
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", fail)
+        if code is None:
+            with pytest.raises(error) as caught:
+                main(words)
+            assert caught.value.__notes__ == [note]
+        else:
+            assert main(words) == code
+            assert capsys.readouterr().err.splitlines()[-2:] == ["paceline: interrupted", note]
+    weights = (config.parent / "run" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert "This run is finished: 12 steps" in output
+    assert "eval metrics" in output
+    assert "eval_mae" in results(config.parent / "run")
+    assert (config.parent / "run" / "model.safetensors").read_bytes() == weights
+    assert main(words) == 0
+    assert "eval metrics" not in capsys.readouterr().out
 
 
 def test_metrics_are_saved_even_if_they_cannot_be_printed():

@@ -309,18 +309,39 @@ def is_finished(job: Job, length: Mapping[str, Any]) -> bool:
 
 
 def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = True) -> dict[str, float]:
-    """Evaluates, writes the final model, the history and the metrics, and records that the run is finished.
+    """Writes the final model and the history, records that the run is finished, evaluates, and writes the metrics.
+
+    The model comes first: an evaluation that fails or is interrupted must not lose what was trained.
 
     Returns:
         The metrics; empty without an evaluation.
     """
-    metrics = trainer.evaluate() if evaluates else {}
     trainer.save_model(_internal_call=True)  # does not push: the caller pushes once the results exist too
+    trainer.save_state()
+    note_evaluated(job, not evaluates)
+    if not evaluates:
+        return {}
+    try:
+        metrics: dict[str, float] = trainer.evaluate()
+    except BaseException as error:
+        error.add_note(f"The training is complete: its model is in {job.folder}/, and {job.again} evaluates it.")
+        raise
     if metrics:
         trainer.save_metrics("eval", metrics)
     trainer.save_state()
-    job.write()
+    note_evaluated(job, True)
     return metrics
+
+
+def note_evaluated(job: Job, is_evaluated: bool) -> None:
+    """Records whether the model of a finished run has been evaluated, as far as its job asks for that."""
+    job.finished = {**(job.finished or {}), "is_evaluated": is_evaluated}
+    job.write()
+
+
+def is_evaluated(job: Job) -> bool:
+    """True if the last evaluation of a finished run has ended, or is not asked for."""
+    return job.finished is not None and job.finished.get("is_evaluated", True) is not False
 
 
 def restore_finished(trainer: Trainer | TFTrainer, job: Job, say: Say) -> None:
@@ -343,7 +364,7 @@ def train_or_restore(trainer: Trainer | TFTrainer, job: Job, given: Mapping[str,
         resume: see `train_job`.
     """
     length = {"max_steps": trainer.args.max_steps, "num_train_epochs": trainer.args.num_train_epochs}
-    if is_finished(job, length):
+    if is_finished(job, length) and is_evaluated(job):
         restore_finished(trainer, job, say)
         return 0
     job.settings["given"] = kept(given)

@@ -71,8 +71,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head`) has closed the pipe
         drop_output()
         return 141
-    except KeyboardInterrupt:
-        print("\npaceline: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(file=sys.stderr)
+        tell("\n".join(["interrupted", *getattr(error, "__notes__", ())]))
         return 130
     except (
         ValueError,

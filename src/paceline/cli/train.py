@@ -25,10 +25,12 @@ from paceline.cli.jobs import (
     Show,
     asks_to_resume,
     bring_job,
+    is_evaluated,
     is_finished,
     is_of_tensorflow,
     kept,
     named_checkpoint,
+    note_evaluated,
     open_job,
     resume_of,
     train_job,
@@ -77,7 +79,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     length = {"max_steps": args.max_steps, "num_train_epochs": args.num_train_epochs}
     if stages == ("do_train", "do_eval") and resume is None and is_finished(job, length):
         show_finished(job, args, say)
-        if not predictions.is_evaluated:
+        if is_evaluated(job) and not predictions.is_evaluated:
             return 0
         stages = ("do_eval",)
     announce(config, args, job, stages, say)
@@ -100,6 +102,8 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         source = load_weights(trainer, job, resume, say)
         if "do_eval" in stages:
             report(trainer, "eval", trainer.evaluate())
+            if source == folder:
+                note_evaluated(job, True)
     calibrator = calibrator_of(predictions, trainer, splits, stages, job, source, say)
     if "do_eval" in stages and (metrics := job_predictions.evaluate_augmented(predictions, trainer)):
         report(trainer, job_predictions.AUGMENTED, metrics)
