@@ -182,6 +182,7 @@ def test_overwrite_output_dir_says_that_it_has_no_effect(caplog: pytest.LogCaptu
     TrainingArguments(overwrite_output_dir=True)  # type: ignore[call-arg]
     (record,) = caplog.records
     assert "overwrite_output_dir=True has no effect: no file is deleted" in record.getMessage()
+    assert "and paceline train unless --fresh is given" in record.getMessage()
 
 
 def test_scripts_read_retired_options_back() -> None:

@@ -176,7 +176,7 @@ OLDER_NAMES: Mapping[str, Renamed | Retired] = {
         (None, False, True),
         False,
         "no file is deleted, and a Trainer starts over unless resume_from_checkpoint is given; a TFTrainer "
-        "resumes unless resume_from_checkpoint=False",
+        "resumes unless resume_from_checkpoint=False, and paceline train unless --fresh is given",
     ),
     "past_index": Retired("keep such a state in the model's forward", (None, -1), -1),
     "push_to_hub_organization": Retired("set hub_model_id='organization/name'", (None, ""), None),
