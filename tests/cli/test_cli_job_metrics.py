@@ -103,6 +103,22 @@ def test_tokens_without_the_ignored_ones() -> None:
         score("accuracy", logits, np.full((8, 5), -100))
 
 
+def test_a_model_that_diverged_has_no_metric() -> None:
+    """NaN is no answer, unless its label is ignored; an infinity is one."""
+    nan, inf = float("nan"), float("inf")
+    for predictions, labels in (
+        ([[1.0, 0.0], [nan, nan]], [0, 0]),
+        ([[[1.0, 0.0], [0.0, nan]]], [[0, 1]]),
+        ([[1.0, nan], [0.0, 1.0]], [[1, 1], [0, 0]]),
+        ([1.0, nan], [1, 0]),
+    ):
+        found = score(["accuracy", "f1"], np.array(predictions), np.array(labels))
+        assert set(found) == {"accuracy", "f1"}
+        assert np.isnan(list(found.values())).all()
+    found = score(["accuracy"], np.array([[[1.0, 0.0], [nan, nan], [-inf, 0.0]]]), np.array([[0, -100, 1]]))
+    assert found == {"accuracy": 1.0}
+
+
 def test_regression() -> None:
     labels, answers = RNG.normal(size=40), RNG.normal(size=(40, 1))
     found = score(["mae", "mse", "rmse", "r2", "pearson", "spearman"], answers, labels)

@@ -163,7 +163,8 @@ def compute(
     found = task or find_task(predictions, labels, section.names)
     check_fit(section.names, found)
     truth, answers, num_classes = align(found, predictions, labels, section.threshold)
-    if found == REGRESSION and not np.isfinite(answers).all():  # a model that diverged must not end its run here
+    is_finite = found != REGRESSION or np.isfinite(answers).all()
+    if not is_finite or has_unknown(predictions, labels):  # a model that diverged must not end its run here
         return dict.fromkeys(section.names, math.nan)
     return {name: backend(name, truth, answers, num_classes) for name in section.names}
 
@@ -241,6 +242,15 @@ def align(
     if truth.min() < 0:
         raise MetricError(f"metrics: label {truth.min()} is neither a class nor {IGNORED}, which is ignored")
     return truth, answers, max(num_classes, int(truth.max()) + 1, int(answers.max()) + 1)
+
+
+def has_unknown(predictions: np.ndarray, labels: np.ndarray) -> bool:
+    """True if a prediction is NaN whose label counts: it is no class, although `argmax` returns one for it."""
+    if not np.issubdtype(predictions.dtype, np.floating):
+        return False
+    with np.errstate(invalid="ignore"):
+        values = predictions.max(-1) if predictions.ndim == labels.ndim + 1 else predictions  # NaN if one of them is
+    return bool((np.isnan(values) & (labels != IGNORED)).any())
 
 
 def decide(predictions: np.ndarray, threshold: float | None) -> np.ndarray:
