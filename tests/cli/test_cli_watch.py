@@ -58,6 +58,29 @@ def test_a_live_run_has_a_time_left_that_its_slow_first_step_does_not_change(tmp
     assert status.losses[0] == 5.0
 
 
+@pytest.mark.parametrize(
+    ("plan", "logged", "epoch"),
+    [
+        ({"updates_per_epoch": 4}, [], 1.5),
+        ({"updates_per_epoch": 4}, [{"step": 5, "epoch": 1.25, "eval_loss": 1.0}], 1.5),  # of an earlier step
+        ({"updates_per_epoch": 4}, [{"step": 6, "epoch": 1.375}], 1.375),
+        ({}, [{"step": 5, "epoch": 1.25}], 1.25),
+        ({"updates_per_epoch": None}, [], 1.0),
+        ({"updates_per_epoch": -1}, [{"step": 2, "epoch": "x"}], 1.0),
+    ],
+)
+def test_the_epoch_is_that_of_the_last_step(
+    tmp_path: Path, plan: dict[str, Any], logged: list[dict[str, Any]], epoch: float
+) -> None:
+    """Of a run without a log too, whose rows are those of the newest checkpoint; its page shows the same."""
+    write_run(tmp_path, 6, plan={"max_steps": 12, **plan})
+    rows = [(step, (step - 1) // 4, 0, 8, 1.0, 1.0, 0.1, 1) for step in range(1, 7)]
+    np.array(rows, dtype=FORMAT).tofile(tmp_path / JOURNAL_FILE)
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
+    assert read_status(tmp_path).epoch == epoch
+    assert f"<dt>epochs</dt><dd>{epoch:.4g}</dd>" in make_page([read_run(tmp_path)])
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 @pytest.mark.parametrize("is_unicode", [True, False])
 def test_frames_fit(tmp_path: Path, columns: int, is_unicode: bool) -> None:

@@ -326,7 +326,7 @@ def _facts_of(run: RunData) -> list[tuple[str, str]]:
     facts: list[tuple[str, Any]] = [
         ("state", _state(run)),
         ("optimizer steps", f"{run.last_step:,}{of_steps}"),
-        ("epochs", last.get("epoch")),
+        ("epochs", run.last_epoch),
         ("training loss, mean", last.get("train_loss")),
         ("evaluation loss, last", last.get("eval_loss")),
         (f"best {run.state.get('metric_for_best_model') or 'metric'}", run.state.get("best_metric")),

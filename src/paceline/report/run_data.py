@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.checkpoint import folders
-from paceline.core.counts import is_count
+from paceline.core.counts import is_count, is_number
 from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
 from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE, mark_from
 from paceline.core.record import jsonable
@@ -90,6 +90,22 @@ class RunData:
             steps.append(int(self.updates["step"][-1]))
         steps += [checkpoint.step for checkpoint in self.checkpoints[-1:]]
         return max(steps, default=0)
+
+    @property
+    def last_epoch(self) -> float | None:
+        """The epoch after the last known step, as logged with it, or else by the journal; None if unknown.
+
+        Of data without a length the journal gives whole epochs only.
+        """
+        logged = next((row for row in reversed(self.rows) if is_number(row.get("epoch"))), None)
+        known = None if logged is None else float(logged["epoch"])
+        if not len(self.updates) or (logged is not None and logged["step"] >= self.updates["step"][-1]):
+            return known
+        epoch = int(self.updates["epoch"][-1])
+        length = _mapping(self.record.get("plan")).get("updates_per_epoch")
+        if not is_count(length) or not length:
+            return max(float(epoch), known or 0.0)
+        return epoch + min(int((self.updates["epoch"] == epoch).sum()) / length, 1.0)
 
     @property
     def first_step(self) -> int:

@@ -34,7 +34,7 @@ class RunStatus:
         state: `running`, `finished`, `interrupted` or `failed`.
         step: the last known optimizer step.
         max_steps: the steps of the whole run; None if unknown.
-        epoch: the last known epoch, with its fraction if it was logged; None if unknown.
+        epoch: the epoch after the last known step, with its fraction unless the data has no length; None if unknown.
         seconds: training time over all starts; None if unknown.
         seconds_left: the expected rest of a running run; None if unknown.
         steps_per_second, samples_per_second, tokens_per_second: speed of the later half of this start; None if unknown.
@@ -108,7 +108,7 @@ def read_status(folder: Path, now: float | None = None) -> RunStatus:
         state=state,
         step=max(run.last_step, end["step"] if is_count(end.get("step")) else 0),
         max_steps=run.max_steps,
-        epoch=_last(run, "epoch") if run.rows else journal.get("epoch"),
+        epoch=run.last_epoch,
         seconds=seconds_of(run, end, is_running=is_running),
         seconds_left=left,
         steps_per_second=1 / pace.seconds_a_step if pace.seconds_a_step else None,
@@ -178,7 +178,6 @@ def _last_values(run: RunData) -> dict[str, Any]:
         "loss": float(row["loss"]),
         "learning_rate": float(row["learning_rate"]),
         "grad_norm": norm if norm >= 0 or math.isnan(norm) else None,
-        "epoch": float(row["epoch"]),
     }
 
 
