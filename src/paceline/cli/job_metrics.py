@@ -163,8 +163,7 @@ def compute(
     found = task or find_task(predictions, labels, section.names)
     check_fit(section.names, found)
     truth, answers, num_classes = align(found, predictions, labels, section.threshold)
-    is_finite = found != REGRESSION or np.isfinite(answers).all()
-    if not is_finite or has_unknown(predictions, labels):  # a model that diverged must not end its run here
+    if has_unknown(found, predictions, labels):  # a model that diverged must not end its run here
         return dict.fromkeys(section.names, math.nan)
     return {name: backend(name, truth, answers, num_classes) for name in section.names}
 
@@ -244,8 +243,13 @@ def align(
     return truth, answers, max(num_classes, int(truth.max()) + 1, int(answers.max()) + 1)
 
 
-def has_unknown(predictions: np.ndarray, labels: np.ndarray) -> bool:
-    """True if a prediction is NaN whose label counts: it is no class, although `argmax` returns one for it."""
+def has_unknown(task: str, predictions: np.ndarray, labels: np.ndarray) -> bool:
+    """True if a prediction whose label counts is NaN, which is no class, although `argmax` returns one for it.
+
+    In a regression it has to be finite.
+    """
+    if task == REGRESSION:
+        return not bool(np.isfinite(predictions).all())
     if not np.issubdtype(predictions.dtype, np.floating):
         return False
     with np.errstate(invalid="ignore"):

@@ -101,9 +101,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
     else:
         source = load_weights(trainer, job, resume, say)
         if "do_eval" in stages:
-            report(trainer, "eval", trainer.evaluate())
-            if source == folder:
-                note_evaluated(job, True)
+            evaluate(trainer, job, source)
     calibrator = calibrator_of(predictions, trainer, splits, stages, job, source, say)
     if "do_eval" in stages and (metrics := job_predictions.evaluate_augmented(predictions, trainer)):
         report(trainer, job_predictions.AUGMENTED, metrics)
@@ -291,6 +289,13 @@ def save_training(trainer: Trainer | TFTrainer, splits: Splits, job: Job, evalua
         report(trainer, "eval", metrics)
     if trainer.args.push_to_hub:
         trainer._make_publisher().push_saved_model("End of training")
+
+
+def evaluate(trainer: Trainer | TFTrainer, job: Job, source: Path | None) -> None:
+    """Evaluates the weights of the folder `source`, without training."""
+    report(trainer, "eval", trainer.evaluate())
+    if job.finished is not None and source == job.folder:
+        note_evaluated(job, True)
 
 
 def report(trainer: Trainer | TFTrainer, split: str, metrics: dict[str, float]) -> None:
