@@ -289,6 +289,39 @@ told_apart(False, "targets_seen_by_one")
 told_apart(True, "samples_seen_by_one")
 
 
+class ByMask(Tagger):
+    """Its loss and gradient are NaN for a micro-batch without a target."""
+
+    def finish(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(hidden)
+        kept = labels[:, 1:] != -100
+        own = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        return {"loss": -(own * kept).sum() / kept.sum(), "logits": logits}
+
+
+def not_counted(name: str, places: tuple[int, ...], **shards: Any) -> None:
+    def run(folder: Path, size: int) -> dict[str, Any]:
+        """Some samples have a target until the first probe shows that targets are shifted."""
+        data = [row for row in tagging(60) if bool((row["labels"][1:] != -100).any())][:24]
+        only_first = torch.full((7,), -100).index_fill(0, torch.tensor([0]), 3)
+        data = [{**row, "labels": only_first} if index in places else row for index, row in enumerate(data)]
+        options: dict[str, Any] = {"nonfinite_policy": "raise", **(shards if size > 1 else {})}
+        trainer = trainer_in(folder, size, ByMask(shifted=True), data, **options)
+        trainer.train()
+        parameters = [whole(parameter).detach().flatten() for parameter in trainer.model.parameters()]
+        return {"weights": torch.cat(parameters), "loss": losses(trainer), "step": trainer.state.global_step}
+
+    run.__name__ = name
+    scenario(run)
+
+
+# of each micro-batch of four, the second process has the last two; in the window there are two
+not_counted("first_micro_batch_not_counted", (2, 3))
+not_counted("second_micro_batch_not_counted", (6, 7))
+not_counted("window_of_one_process_not_counted", (2, 3, 6, 7))
+not_counted("sharded_window_of_one_process_not_counted", (2, 3, 6, 7), fsdp=True)
+
+
 # ---- batches without padding
 
 

@@ -279,6 +279,8 @@ class Engine:
             The contribution to the window's loss, 0-dim, detached.
         """
         self.current = current
+        if not current.counts.weight and current.is_required and not current.is_prepared:
+            current.become_dummy(self.sync.dummy_batch())
         batch = recast(current.batch, self._spare) if self.keep_batches else current.batch
         loss = self.training_step(self.model if model is None else model, batch, self._num_items)
         self._note((self._rest_of_pass, self._now()))
@@ -334,6 +336,11 @@ class Engine:
         note((TRANSFER, now()))
         if self.sync.is_look_due and self.current is not None:
             self._look(inputs, current, num_items)
+            if not current.counts.weight:  # none of its targets counts: its loss may be NaN, which times 0 is NaN
+                current.become_dummy(self.sync.dummy_batch())
+                if current.batch is None:
+                    return torch.zeros((), device=self.strategy.device)
+                inputs = self.prepare_inputs(current.batch)
         numbers = {"num_items_in_batch": num_items} if self._passes_count else {}
         handle = model.register_forward_hook(self._keep) if self.keep_outputs else None
         try:
@@ -385,7 +392,7 @@ class Engine:
                     stack.enter_context(context())
                 observations = self._audit.observe(inputs, current.index, self.batches, self._counts, num_items)
             self.own_divisor = divisor  # an overridden compute_loss may set it at each call
-        self.sync.learn([] if current.is_dummy else observations)
+        self.sync.learn([] if current.is_dummy else observations, self.batches)
 
     def look_ahead(self, passes: list[Pass], model: nn.Module, loss_of: LossOf) -> list[Pass]:
         """Infers the reduction of the loss before the first pass of a window, if a probe is due.
@@ -400,7 +407,8 @@ class Engine:
         """
         if not self.sync.is_look_due:
             return passes
-        self.sync.learn(self._audit.observe_ahead(model, loss_of, self.batches, self._counts, self._num_items))
+        observations = self._audit.observe_ahead(model, loss_of, self.batches, self._counts, self._num_items)
+        self.sync.learn(observations, self.batches)
         return self.sync.begin_again(passes, self.batches, self.strategy)
 
     # ---- after the passes

@@ -122,6 +122,9 @@ class LocalSync:
     def fit_spare(self, split: Callable[[Any], list[Any]]) -> None:
         """Does nothing: there are no dummy passes."""
 
+    def dummy_batch(self) -> Any:
+        """Returns None: there are no dummy passes."""
+
     # ---- probing the loss
 
     def must_match(self, strategy: Strategy, compute_loss: object) -> bool:
@@ -132,8 +135,13 @@ class LocalSync:
         """Returns True if a host-side flag is set on any process."""
         return flag
 
-    def learn(self, observations: list[Observation]) -> None:
-        """Records the observations of a probe and recomputes the weight of the window."""
+    def learn(self, observations: list[Observation], batches: Sequence[Any] = ()) -> None:
+        """Records the observations of a probe and recomputes the weight of the window.
+
+        Args:
+            observations: of this process.
+            batches: the micro-batches of the window.
+        """
         self.is_look_due = False
         self.normalizer.learn(observations, self._counts)
         self.total = self.normalizer.recount(self._counts)
@@ -305,7 +313,7 @@ class ProcessSync:
         if own_weight > 0:
             self._spare = copy.copy(next(b for b, item in zip(batches, counts, strict=True) if item.weight > 0))
         if total.num_lacking and self.weight > 0:
-            self._spare = self._find_spare(own_weight)
+            self._spare = self._find_spare()
         if self.averages and total.num_counting:
             num_items = torch.tensor(total.items)
         self.is_idle = not batches
@@ -376,12 +384,9 @@ class ProcessSync:
         if self._spare is not None:
             self._spare = max(split(self._spare), key=lambda part: self.normalizer.count(part).weight)
 
-    def _find_spare(self, own_weight: float) -> Any:
-        """Returns the spare batch of this process, or that of another process if this one never had a batch.
-
-        This is a collective.
-        """
-        offers = gather_objects(self.world, self._spare if own_weight > 0 else None)
+    def _find_spare(self) -> Any:
+        """Returns the spare batch of this process, or that of another process if this one has none. A collective."""
+        offers = gather_objects(self.world, self._spare)
         found = next(offer for offer in offers if offer is not None)
         return found if self._spare is None else self._spare
 
@@ -504,8 +509,13 @@ class ProcessSync:
         if self._gate is not None:
             self._gate.pass_through()
 
-    def learn(self, observations: list[Observation]) -> None:
-        """Records the observations of all data leaders and recomputes the weight of the window. A collective."""
+    def learn(self, observations: list[Observation], batches: Sequence[Any] = ()) -> None:
+        """Records the observations of all data leaders and recomputes the weight of the window. A collective.
+
+        Args:
+            observations: of this process.
+            batches: the micro-batches of the window. One whose targets count is the batch of dummy passes from now on.
+        """
         self._pass_gate()
         self.is_look_due = False
         own = observations if self._is_leader else []
@@ -514,7 +524,12 @@ class ProcessSync:
             self.normalizer.know_other_shift()
         self.normalizer.learn([observation for each, _ in gathered for observation in each], self._counts)
         own_weight = 0 if self.is_idle else self.normalizer.recount(self._counts)
-        self.weight = sum_floats(self.world, [own_weight * self._is_leader])[0]
+        if self._spare is None or not self.normalizer.count(self._spare).weight:  # no target of it counts any more
+            counting = (b for b, item in zip(batches, self._counts, strict=False) if item.weight > 0)
+            self._spare = copy.copy(next(counting, None))
+        self.weight, num_lacking = sum_floats(self.world, [own_weight * self._is_leader, float(self._spare is None)])
+        if num_lacking and self.weight > 0:
+            self._spare = self._find_spare()
         self._weigh(self.weight, own_weight)
 
     # ---- after the passes

@@ -51,6 +51,33 @@ def test_a_module_that_returns_a_mean(tmp_path: Path, shifted: bool, per_sample:
         assert found[1] == pytest.approx(expected[1], rel=1e-10)
 
 
+class Masked(Tagger):
+    """Its loss and gradient are NaN for a micro-batch without a target."""
+
+    def finish(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(hidden)
+        kept = labels[:, 1:] != -100
+        own = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        return {"loss": -(own * kept).sum() / kept.sum(), "logits": logits}
+
+
+@pytest.mark.parametrize("model", [Masked, Tagger])
+def test_a_micro_batch_whose_targets_are_seen_not_to_count(tmp_path: Path, model: type[Tagger]) -> None:
+    """The first micro-batch has a target until the first probe shows that targets are shifted."""
+    data = [sample for sample in DATA if bool((sample["labels"][1:] != -100).any())][:8]
+    only_first = torch.full((7,), -100).index_fill(0, torch.tensor([0]), 3)
+    data[:2] = [{**sample, "labels": only_first} for sample in data[:2]]
+    found = [
+        first_gradient(
+            tmp_path, model(shifted=True).double(), data, split, train_sampling_strategy="sequential",
+            nonfinite_policy="raise", data_map=split == (2, 4),
+        )
+        for split in ((8, 1), (2, 4))
+    ]  # fmt: skip
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-12)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-10)
+
+
 def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
     logits = outputs["logits"]
     if num_items_in_batch is None:

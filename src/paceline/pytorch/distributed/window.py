@@ -40,6 +40,10 @@ class Pass:
     is_dummy: bool = False
     is_prepared: bool = False
 
+    def become_dummy(self, batch: Any) -> None:
+        """Makes this pass, of weight 0, a dummy pass over another batch; None: it need not run."""
+        self.batch, self.is_dummy = batch, True
+
 
 class PassRunner(Protocol):
     """The members of the engine that a strategy uses to run an accumulation window.
