@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import distributed
 from torch.distributed import HashStore, distributed_c10d
 
 from paceline.pytorch.distributed import watchdog
@@ -84,6 +85,38 @@ def test_a_wait_that_fails_says_what_the_others_did(pair: list[Watchdog]) -> Non
         pair[1].waiting("waiting for gradients"),
     ):
         raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18327."), True),
+        (distributed.DistBackendError("NCCL error: remote process exited"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_an_error_of_a_connection_says_what_the_others_did(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_told: bool
+) -> None:
+    """Collectives of passes and evaluations are not in a wait that is named; the error has the address of a socket."""
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    worlds: list[Any] = [SimpleNamespace(process_index=rank, world_size=2, is_distributed=True) for rank in (0, 1)]
+
+    def fail() -> None:
+        with Watchdog(worlds[1], PATIENCE * SHARE_OF_TIMEOUT) as own:
+            own.enter("making an update")
+            wait_for(lambda: "evaluating" in own.report())
+            raise error
+
+    with Watchdog(worlds[0], PATIENCE * SHARE_OF_TIMEOUT) as other:
+        other.enter("evaluating")
+        with pytest.raises(type(error)) as raised:
+            fail()
+    notes = getattr(raised.value, "__notes__", [])
+    assert [text.startswith("Process 1, making an update: process 0 was evaluating for") for text in notes] == (
+        [True] if is_told else []
+    )
 
 
 def test_one_process_has_none() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from torch import distributed
 from torch.distributed import distributed_c10d
 
 from paceline.args.sections import Options
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SHARE_OF_TIMEOUT = 6  # a process is late after `ddp_timeout` divided by this
 LEAST_INTERVAL, MOST_INTERVAL = 0.2, 10.0  # seconds between two checks
+CONNECTION_WORDS = ("gloo", "NCCL", "Connection closed by peer")  # in errors of a collective
 SECONDS_TO_LEAVE = 1.0  # the end of a run waits this long for a pending request to the store
 
 
@@ -144,7 +146,9 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and is_lost_connection(error):
+            error.add_note(f"Process {self.world.process_index}, {self.stage}: {self.report()}.")
         self._stop.set()
         self._thread.join()
         self.records.close()
@@ -219,6 +223,12 @@ class Watchdog:
             "".join(f" ({text})" for text in self.silent()),
         )
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Returns True for an error of torch about the connection to another process, which does not name the process."""
+    is_general = isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION_WORDS)
+    return is_general or isinstance(error, distributed.DistError)
 
 
 def keeper_of_records() -> str:
