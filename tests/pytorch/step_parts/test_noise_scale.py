@@ -125,13 +125,19 @@ class Halves(nn.Module):
     [
         ({"gradient_accumulation_steps": 1}, "set gradient_accumulation_steps=2 or more"),
         ({"auto_find_batch_size": True}, "leave one of them out"),
+        (
+            {"per_device_train_tokens": 8, "per_device_train_batch_size": 8},
+            "per_device_train_tokens makes micro-batches of samples of similar length",
+        ),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' makes micro"),
+        ({"packing": "group"}, "of similar length: leave one of them out"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:
     trainer: Trainer = make_trainer(
         tmp_path,
         Halves(),
-        [{"x": torch.ones(4)}] * 8,
+        [{"x": torch.ones(4), "length": 4}] * 8,
         gradient_noise_scale=True,
         **{"gradient_accumulation_steps": 2, **options},
     )
@@ -143,5 +149,5 @@ def test_rows_of_several_samples_are_refused() -> None:
     strategy = SimpleNamespace(
         is_sharded=False, runs_windows=False, is_lazy=False, mesh=SimpleNamespace(is_data_only=True)
     )
-    reason = find_obstacle(cast(Any, strategy), cast(Any, None), None, "flatten")
+    reason = find_obstacle(cast(Any, strategy), cast(Any, None), None, packing="flatten", order="random")
     assert reason == "counts samples, and packing='flatten' joins them into rows: leave one of them out."

@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.args.errors import UnsupportedOption
-from paceline.args.packing import JOINING
+from paceline.args.packing import JOINING, order_of
 from paceline.args.plan import Plan
+from paceline.args.sections import Options
 from paceline.pytorch.distributed.strategy import SingleDevice, total_norm
 from paceline.pytorch.distributed.window import Pass
 from paceline.pytorch.engine import Engine, to_floats
@@ -26,6 +27,7 @@ from paceline.pytorch.model.reductions import LossReduction
 from paceline.pytorch.optim.layerwise import steps_in_backward
 
 DECAY = 0.99  # of the moving averages, per optimizer step: single estimates vary by their own size
+BY_LENGTH = ("tokens", "group_by_length")  # orders whose micro-batches are no random samples of their window
 MOST_PENDING = 1000  # optimizer steps whose norms wait on the device
 
 
@@ -190,25 +192,41 @@ class NoiseScale:
 
 
 def make_noise_scale(
-    strategy: SingleDevice, plan: Plan, optimizer: object, packing: str | None, training_step: Callable[..., Tensor]
+    strategy: SingleDevice, plan: Plan, optimizer: object, options: Options, training_step: Callable[..., Tensor]
 ) -> NoiseScale:
     """Returns the noise scale of a run.
 
     Raises:
-        UnsupportedOption: the gradient of a number of samples is not known.
+        UnsupportedOption: the gradient of a number of random samples is not known.
     """
-    reason = find_obstacle(strategy, plan, optimizer, packing)
+    reason = find_obstacle(strategy, plan, optimizer, packing=options.packing, order=order_of(options))
     if reason is not None:
         raise UnsupportedOption(f"gradient_noise_scale=True {reason}")
     return NoiseScale(training_step, strategy, plan.global_batch_size)
 
 
-def find_obstacle(strategy: SingleDevice, plan: Plan, optimizer: object, packing: str | None) -> str | None:
-    """Returns the reason why the noise scale cannot be measured, with the remedy; None if it can."""
+def find_obstacle(
+    strategy: SingleDevice, plan: Plan, optimizer: object, *, packing: str | None, order: str
+) -> str | None:
+    """Returns the reason why the noise scale cannot be measured, with the remedy; None if it can.
+
+    Args:
+        strategy: that of the run.
+        plan: that of the run.
+        optimizer: that of the run.
+        packing: the option `packing`.
+        order: the order of the training samples, a name in `ORDERS`.
+    """
     if strategy.is_sharded or strategy.runs_windows or strategy.is_lazy or not strategy.mesh.is_data_only:
         return "needs whole gradients on each process: run it on one process, or with parallel='ddp'."
     if packing in JOINING:
         return f"counts samples, and packing={packing!r} joins them into rows: leave one of them out."
+    if order in BY_LENGTH:
+        option = "per_device_train_tokens" if order == "tokens" else "train_sampling_strategy='group_by_length'"
+        return (
+            f"compares random samples, and {option} makes micro-batches of samples of similar length: leave one of "
+            "them out."
+        )
     if plan.accumulation_steps < 2:
         return (
             "compares the gradient of a micro-batch with that of the optimizer step, and there is one micro-batch: set "

@@ -157,7 +157,7 @@ def measure_noise(setup: Setup) -> StepPart | None:
     if not setup.options.gradient_noise_scale:
         return None
     step = adapted(setup.training_step, 3)
-    made = noise_scale.make_noise_scale(setup.strategy, setup.plan, setup.optimizer, setup.options.packing, step)
+    made = noise_scale.make_noise_scale(setup.strategy, setup.plan, setup.optimizer, setup.options, step)
     return StepPart(
         names.NOISE_SCALE,
         made,
