@@ -18,9 +18,9 @@
     const rough = (high - low) / 5;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
-    const found = [];
-    for (let index = Math.ceil(low / step); index * step <= high; index += 1) found.push(index * step);
-    return found;
+    const first = Math.ceil(low / step);
+    // at most six of them fit; an index beyond 2^53 would not grow by 1
+    return [0, 1, 2, 3, 4, 5].map((offset) => (first + offset) * step).filter((each) => each <= high);
   };
   const element = (name, attributes, text = "") => {
     const made = document.createElementNS(svgNs, name);
