@@ -249,7 +249,8 @@ options that differ from their defaults and are not the same in all listed runs.
 are named below the table.
 
   --sort COLUMN  name, state, step, best, time, or started (default); -COLUMN reverses the order; runs without a value
-                 come last"""
+                 come last
+  --json         print the runs as JSON"""
 
 REPLAY = """\
 paceline replay RUN --step N [--show M] [--trust] [--blame] [--json]
