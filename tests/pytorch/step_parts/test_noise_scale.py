@@ -130,7 +130,7 @@ class Halves(nn.Module):
             "per_device_train_tokens makes micro-batches of samples of similar length",
         ),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' makes micro"),
-        ({"packing": "group"}, "of similar length: leave one of them out"),
+        ({"packing": "group"}, "packing='group' makes micro-batches of samples"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, options: dict[str, Any], remedy: str) -> None:

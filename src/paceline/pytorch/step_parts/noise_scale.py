@@ -223,6 +223,8 @@ def find_obstacle(
         return f"counts samples, and packing={packing!r} joins them into rows: leave one of them out."
     if order in BY_LENGTH:
         option = "per_device_train_tokens" if order == "tokens" else "train_sampling_strategy='group_by_length'"
+        if packing == "group":
+            option = "packing='group'"
         return (
             f"compares random samples, and {option} makes micro-batches of samples of similar length: leave one of "
             "them out."
