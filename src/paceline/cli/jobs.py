@@ -309,15 +309,18 @@ def is_finished(job: Job, length: Mapping[str, Any]) -> bool:
 
 
 def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = True) -> dict[str, float]:
-    """Writes the final model and the history, records that the run is finished, evaluates, and writes the metrics.
+    """Writes the final model, the history and the metrics of the training, and records that the run is finished; then
+    evaluates, and writes those metrics.
 
     The model comes first: an evaluation that fails or is interrupted must not lose what was trained.
 
     Returns:
-        The metrics; empty without an evaluation.
+        The metrics of the evaluation; empty without one.
     """
     trainer.save_model(_internal_call=True)  # does not push: the caller pushes once the results exist too
     trainer.save_state()
+    if trained := training_metrics(trainer):
+        trainer.save_metrics("train", trained)
     note_evaluated(job, not evaluates)
     if not evaluates:
         return {}
@@ -331,6 +334,12 @@ def write_results(trainer: Trainer | TFTrainer, job: Job, *, evaluates: bool = T
     trainer.save_state()
     note_evaluated(job, True)
     return metrics
+
+
+def training_metrics(trainer: Trainer | TFTrainer) -> dict[str, Any]:
+    """Returns the metrics of the training that the state has, which are those of its last start; empty without any."""
+    rows = [row for row in trainer.state.log_history if "train_runtime" in row and "train_loss" in row]
+    return {key: value for key, value in rows[-1].items() if key != "step"} if rows else {}
 
 
 def note_evaluated(job: Job, is_evaluated: bool) -> None:

@@ -34,6 +34,7 @@ from paceline.cli.jobs import (
     open_job,
     resume_of,
     train_job,
+    training_metrics,
     write_results,
 )
 from paceline.cli.references import put_on_path, read_reference
@@ -92,7 +93,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         try:
             code = train_job(trainer, job, length, say, resume)
         except (*framework.REFUSALS, MetricError) as error:
-            raise UsageError(str(error)) from error
+            raise UsageError("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
         if code:
             return code
         drop_calibration(job)
@@ -280,13 +281,12 @@ def rebuild(job: Job, overrides: Mapping[str, Any]) -> tuple[Trainer, Show | Non
 
 
 def save_training(trainer: Trainer | TFTrainer, splits: Splits, job: Job, evaluates: bool) -> None:
-    """Saves the model, the history and the metrics."""
+    """Saves the model, the history and the metrics, and prints the metrics."""
     metrics = write_results(trainer, job, evaluates=evaluates and splits.eval is not None)
-    rows = [row for row in trainer.state.log_history if "train_runtime" in row and "train_loss" in row]
-    if rows:
-        report(trainer, "train", {key: value for key, value in rows[-1].items() if key != "step"})
+    if trained := training_metrics(trainer):
+        trainer.log_metrics("train", trained)
     if metrics:
-        report(trainer, "eval", metrics)
+        trainer.log_metrics("eval", metrics)
     if trainer.args.push_to_hub:
         trainer._make_publisher().push_saved_model("End of training")
 
