@@ -181,6 +181,22 @@ def test_an_interval_of_zero_is_said_to_be_that_of_the_logs(caplog: pytest.LogCa
     assert "eval_steps=0 with eval_strategy='steps': evaluations are made every logging_steps=7" in caplog.text
 
 
+def test_an_error_that_is_maximized_by_default_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for metric in ("accuracy", "f1_loss", "eval_loss", "centimeter", "permae"):
+        TrainingArguments(metric_for_best_model=metric)
+    TrainingArguments(metric_for_best_model="wer", greater_is_better=True)
+    assert not caplog.records
+    for metric in ("eval_wer", "MAE", "perplexity", "valid_rmse", "error_rate"):
+        TrainingArguments(metric_for_best_model=metric)
+        assert f"metric_for_best_model={metric!r}: the model with the highest value counts as the best" in caplog.text
+    kept = {"keep_best": 2, "eval_strategy": "epoch", "keep_best_metric": "eval_wer"}
+    with pytest.raises(
+        ValueError, match="keep_best_metric='eval_wer': the checkpoints with the highest values would be"
+    ):
+        TrainingArguments(**kept)
+    TrainingArguments(**kept, metric_for_best_model="wer", greater_is_better=False)
+
+
 def test_a_direction_that_contradicts_its_metric_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """As in a dict of arguments whose metric was replaced, and not the direction of the one before."""
     for metric, is_greater in (("eval_loss", False), ("accuracy", True), ("wer", False), ("f1_loss", None)):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.args.accelerator_config import AcceleratorConfig
 from paceline.args.choices import IntervalStrategy, SchedulerType
 from paceline.args.errors import did_you_mean
+from paceline.args.metric_names import is_maximized, seems_higher_better, seems_lower_better
 from paceline.args.older_names import OLDER_NAMES, Retired, retired_values, translate
 from paceline.args.places import BASE, is_url, staging_folder
 from paceline.args.redeclared import is_redeclared
@@ -164,7 +165,6 @@ DERIVED = (
     "gradient_accumulation_steps",
     "dataloader_pin_memory",
 )
-HIGHER_IS_BETTER = frozenset({"accuracy", "f1", "precision", "recall", "auc", "bleu", "match"})  # last word of a name
 
 
 def derived_values(options: Options) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def derived_values(options: Options) -> dict[str, Any]:
     if metric is not None:
         values["metric_for_best_model"] = metric
         if options.greater_is_better is None:
-            values["greater_is_better"] = not metric.endswith("loss")
+            values["greater_is_better"] = is_maximized(metric)
     if any((options.torch_compile, options.torch_compile_mode, options.torch_compile_backend)):
         values["torch_compile"] = True
         values["torch_compile_backend"] = options.torch_compile_backend or "inductor"
@@ -203,7 +203,7 @@ def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
         given: values that `derived_values` replaced, by option.
         options: the arguments with the derived values.
     """
-    notes = direction_notes(options)
+    notes = direction_notes(given, options)
     if options.eval_steps and options.eval_strategy != IntervalStrategy.STEPS:
         strategy = str(getattr(options.eval_strategy, "value", options.eval_strategy))
         notes.append(
@@ -219,12 +219,22 @@ def surprises(given: Mapping[str, Any], options: Options) -> list[str]:
     return notes
 
 
-def direction_notes(options: Options) -> list[str]:
-    """Returns a warning if `greater_is_better` contradicts the name of the metric, as in a dict with another metric."""
+def direction_notes(given: Mapping[str, Any], options: Options) -> list[str]:
+    """Returns a warning if `greater_is_better` contradicts the name of the metric.
+
+    It does by default for errors, and where the metric of a dict was replaced.
+    """
     metric, is_greater = options.metric_for_best_model, options.greater_is_better
     if metric is None or is_greater is None:
         return []
-    is_wrong = metric.endswith("loss") if is_greater else metric.rpartition("_")[2].lower() in HIGHER_IS_BETTER
+    if "greater_is_better" in given:  # not given, but derived
+        if not seems_lower_better(metric):
+            return []
+        return [
+            f"metric_for_best_model={metric!r}: the model with the highest value counts as the best, since the name "
+            "does not end in 'loss'. Set greater_is_better=False if smaller values are better, or True if not."
+        ]
+    is_wrong = not is_maximized(metric) if is_greater else seems_higher_better(metric)
     if not is_wrong:
         return []
     return [

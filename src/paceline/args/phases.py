@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.args.choices import SchedulerType
 from paceline.args.errors import UnsupportedOption, did_you_mean, parse_json, wrong_value
+from paceline.args.metric_names import is_maximized, seems_lower_better
 from paceline.args.sections import Options
 from paceline.args.sharding import is_xla_asked
 
@@ -28,9 +29,6 @@ PLATEAU_OF = re.compile(r"\s*plateau\s+of\s+([\w/.\-]+)\s*")
 UNTIL_FORMS = (
     "expected the number of an optimizer step (500), a fraction of the run (0.3), '500 steps' or '2 epochs' of the "
     "phase itself, 'eval_accuracy >= 0.9', or 'plateau of eval_loss'"
-)
-SMALLER_IS_BETTER = re.compile(
-    r"(^|_)(error|errors|wer|cer|mer|ter|mse|rmse|mae|mape|perplexity|ppl|nll|bpb|bits_per_byte|brier|ece|distance|fid)(_|$)"
 )
 OBJECTS = ("train_dataset", "data_collator", "loss", "callbacks")
 METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU.value, SchedulerType.GREEDY.value)
@@ -84,7 +82,7 @@ class Until:
             "eval_"
         ):
             return bool(options.greater_is_better)
-        return not self.metric.endswith("loss")
+        return is_maximized(self.metric)
 
     def is_better(self, value: float, best: float | None, least: float, rises: bool) -> bool:
         """True if a value improves on the best so far by more than `least`.
@@ -388,7 +386,7 @@ def check_directions(options: Options, phases: Sequence[Phase]) -> None:
     for phase in phases:
         end = phase.end
         is_unclear = end.kind == PLATEAU and phase.greater_is_better is None and options.greater_is_better is None
-        if is_unclear and end.rises(options) and SMALLER_IS_BETTER.search(end.metric.lower()):
+        if is_unclear and seems_lower_better(end.metric):
             raise ValueError(
                 f"phases[{phase.name!r}].until={phase.until!r}: a metric is maximized unless its name ends in 'loss', "
                 f"and {end.metric!r} looks like one whose smaller values are better: set greater_is_better of the "

@@ -14,6 +14,7 @@ from paceline.args.compilation import check_activations, check_compilation, chec
 from paceline.args.deepspeed_config import fill_config
 from paceline.args.errors import UnsupportedOption
 from paceline.args.mesh import check_mesh
+from paceline.args.metric_names import seems_lower_better
 from paceline.args.packing import check_packing, check_tokens
 from paceline.args.redeclared import own_options
 from paceline.args.sections import DistillationSection, Options
@@ -235,6 +236,15 @@ def check_switches(options: Options) -> None:
         raise ValueError(
             f"keep_best_metric={options.keep_best_metric!r} requires keep_best: set keep_best to a number of "
             "checkpoints, or leave it out."
+        )
+    kept, best = (
+        (name or "loss").removeprefix("eval_") for name in (options.keep_best_metric, options.metric_for_best_model)
+    )
+    if kept != best and seems_lower_better(kept):
+        raise ValueError(
+            f"keep_best_metric={options.keep_best_metric!r}: the checkpoints with the highest values would be kept, "
+            f"since the name does not end in 'loss': set metric_for_best_model={options.keep_best_metric!r} with "
+            "greater_is_better=False, or True if that is meant."
         )
     if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo", "muon")):
         raise ValueError(

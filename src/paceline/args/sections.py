@@ -578,7 +578,7 @@ class PacelineSection(AverageSection, DistillationSection):
     keep_best_metric: str | None = option(
         None,
         "Evaluation metric of keep_best. Unset: metric_for_best_model, with greater_is_better. Of another metric, "
-        "larger is better unless its name ends in 'loss'.",
+        "larger is better unless its name ends in 'loss'; names of errors, such as wer, are refused.",
     )
     keep_every_steps: int = option(0, "Keep each checkpoint at a multiple of N optimizer steps. 0 disables it.")
     keep_every_hours: float = option(

@@ -15,14 +15,14 @@ from paceline.callbacks.printer import PrinterCallback
 from paceline.callbacks.progress import ProgressCallback, is_notebook
 from paceline.callbacks.report import ReportCallback
 from paceline.callbacks.reporters import find_reporters
-from paceline.callbacks.xla_metrics import XlaMetricsCallback
 from paceline.core.events import EVENTS
 from paceline.core.optional import LateModule, load
 
 if TYPE_CHECKING:
-    from paceline.callbacks import profile
+    from paceline.callbacks import profile, xla_metrics
 else:
     profile = LateModule("paceline.callbacks.profile")
+    xla_metrics = LateModule("paceline.callbacks.xla_metrics")
 
 TRACKIO_OPTIONS = ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 DISPLAYS = (ProgressCallback, PrinterCallback, NotebookProgressCallback)
@@ -59,7 +59,7 @@ def with_defaults(callbacks: Sequence[Any], args: TrainingArguments) -> list[Any
     if not has_one_of(callbacks, ReportCallback):
         everyone.append(ReportCallback)
     if "tpu_metrics_debug" in args.debug:
-        everyone.append(XlaMetricsCallback)
+        everyone.append(xla_metrics.XlaMetricsCallback)
     if isinstance(args.profile, dict):
         everyone.append(profile.ProfileCallback(read_profiling(args.profile)))
     asked = {name: getattr(args, name, None) for name in OPTION_CALLBACKS}

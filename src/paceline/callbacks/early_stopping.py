@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any
 
+from paceline.args.metric_names import is_maximized
 from paceline.args.training import TrainingArguments
 from paceline.core.events import TrainerCallback
 from paceline.core.state import ExportableState, TrainerControl, TrainerState
@@ -114,4 +115,4 @@ def _metric_name(args: TrainingArguments) -> str | None:
 def _greater_is_better(args: TrainingArguments) -> bool:
     if args.greater_is_better is not None:
         return bool(args.greater_is_better)
-    return not (_metric_name(args) or "loss").endswith("loss")
+    return is_maximized(_metric_name(args) or "loss")

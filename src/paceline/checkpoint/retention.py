@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.args.metric_names import is_maximized
 from paceline.args.sections import Options
 from paceline.checkpoint.folders import delete_oldest, sort_checkpoints, step_of, surplus
 from paceline.core.lineage import RunMark, is_of_run, is_part, mark_of
@@ -49,9 +50,8 @@ def retention_of(args: Options) -> Retention:
     """Returns the policy of the save options, metric_for_best_model and greater_is_better."""
     chosen = args.metric_for_best_model or "loss"
     metric = args.keep_best_metric or chosen
-    by_name = not metric.endswith("loss")
     is_chosen = metric.removeprefix("eval_") == chosen.removeprefix("eval_")
-    greater = args.greater_is_better if is_chosen and args.greater_is_better is not None else by_name
+    greater = args.greater_is_better if is_chosen and args.greater_is_better is not None else is_maximized(metric)
     return Retention(
         last=args.save_total_limit,
         best=args.keep_best,

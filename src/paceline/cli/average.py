@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.args.metric_names import is_maximized
 from paceline.checkpoint import folders
 from paceline.cli.config import read_job
 from paceline.cli.errors import UsageError, load_part
@@ -104,7 +105,7 @@ def choose(given: Words, checkpoints: list[Path], soup: Any) -> list[Path]:
         metric = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         is_greater = args.greater_is_better
         if is_greater is None:
-            is_greater = not metric.endswith("loss")
+            is_greater = is_maximized(metric)
 
         def evaluate(folder: str) -> float:
             files.load_model(trainer.model, folder)
