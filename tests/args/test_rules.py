@@ -182,11 +182,21 @@ def test_an_interval_of_zero_is_said_to_be_that_of_the_logs(caplog: pytest.LogCa
 
 
 def test_an_error_that_is_maximized_by_default_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    for metric in ("accuracy", "f1_loss", "eval_loss", "centimeter", "permae"):
+    right = (
+        "accuracy",
+        "f1_loss",
+        "eval_loss",
+        "centimeter",
+        "permae",
+        "eval_neg_rmse",
+        "error_correction_f1",
+        "wer_drop",
+    )
+    for metric in right:
         TrainingArguments(metric_for_best_model=metric)
     TrainingArguments(metric_for_best_model="wer", greater_is_better=True)
     assert not caplog.records
-    for metric in ("eval_wer", "MAE", "perplexity", "valid_rmse", "error_rate"):
+    for metric in ("eval_wer", "MAE", "perplexity", "valid_rmse", "error_rate", "set/wer", "eval_Loss"):
         TrainingArguments(metric_for_best_model=metric)
         assert f"metric_for_best_model={metric!r}: the model with the highest value counts as the best" in caplog.text
     kept = {"keep_best": 2, "eval_strategy": "epoch", "keep_best_metric": "eval_wer"}

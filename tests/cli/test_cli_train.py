@@ -1,6 +1,5 @@
 """`paceline train` with a person's own model and data, from the file to the results."""
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,27 +104,6 @@ def test_an_evaluation_of_the_own_folder_is_the_missing_one(
     assert "eval metrics" in capsys.readouterr().out
     assert main(words) == 0
     assert "eval metrics" not in capsys.readouterr().out
-
-
-def test_a_wrong_name_of_the_best_metric_costs_no_training(config: Path, capsys: pytest.CaptureFixture[str]):
-    words = [
-        "train",
-        str(config),
-        "--save_steps",
-        "12",
-        "--load_best_model_at_end",
-        "true",
-        "--greater_is_better",
-        "false",
-    ]
-    assert main([*words, "--metric_for_best_model", "f1"]) == 1
-    error = capsys.readouterr().err
-    assert "metric_for_best_model='f1': the evaluation gave no 'eval_f1'. It gave: epoch, eval_loss, eval_mae" in error
-    assert "The training is saved up to step 6: a run that is resumed from there repeats the evaluation" in error
-    assert main([*words, "--metric_for_best_model", "mae"]) == 0
-    assert f"Resuming from {config.parent / 'run' / 'checkpoint-6'}" in capsys.readouterr().out
-    state = json.loads((config.parent / "run" / "trainer_state.json").read_text())
-    assert state["best_metric"] == min(row["eval_mae"] for row in state["log_history"] if "eval_mae" in row)
 
 
 def test_metrics_are_saved_even_if_they_cannot_be_printed():

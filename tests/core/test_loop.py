@@ -360,49 +360,6 @@ def test_a_signal_during_an_evaluation(tmp_path: Path) -> None:
     assert run.state.global_step == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "world_size", "is_trial", "saves"),
-    [
-        ({"save_strategy": "steps"}, 1, False, True),
-        ({"save_strategy": "best", "metric_for_best_model": "f1"}, 1, False, True),
-        ({}, 1, False, False),
-        ({"save_strategy": "steps"}, 2, False, False),
-        ({"save_strategy": "steps"}, 1, True, False),
-    ],
-)
-def test_an_error_of_an_evaluation_leaves_a_checkpoint(
-    options: dict[str, Any], world_size: int, is_trial: bool, saves: bool, tmp_path: Path
-) -> None:
-    def save() -> bool:
-        assert run.control.should_evaluate  # the resumed run repeats it
-        return True
-
-    run = Run(tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, **options)
-    run.loop.plan = replace(run.plan, world_size=world_size)
-    run.state.is_hyper_param_search = is_trial
-    if "metric_for_best_model" not in options:  # with it, the metric that is not found is the error
-        run.evaluate = lambda: {}["eval_f1"]
-    run.save = save
-    with pytest.raises(KeyError, match="eval_f1") as caught:
-        run.loop.run()
-    assert [what for what, _ in run.done].count("save") == saves
-    assert hasattr(caught.value, "__notes__") == saves
-    assert run.state.global_step == 2
-
-
-def test_an_error_of_an_evaluation_is_told_although_nothing_can_be_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def save() -> bool:
-        raise OSError("disk full")
-
-    run = Run(tmp_path, max_steps=8, eval_strategy="steps", eval_steps=2, save_strategy="steps")
-    run.evaluate, run.save = lambda: {}["eval_f1"], save
-    with pytest.raises(KeyError, match="eval_f1"):
-        run.loop.run()
-    assert caplog.messages[-1] == "No checkpoint could be saved after the evaluation failed: disk full"
-
-
 def test_a_signal_during_a_save_makes_it_the_last(tmp_path: Path) -> None:
     def save() -> bool:
         run.signals.requested = signal.SIGTERM

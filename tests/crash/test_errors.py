@@ -88,12 +88,9 @@ def test_an_error_in_a_metric(tmp_path: Path, whole: Trainer) -> None:
             raise Boom("no such class")
         return crash_job.accuracy(prediction)
 
-    with pytest.raises(Boom, match="no such class") as caught:
+    with pytest.raises(Boom, match="no such class"):
         crash_job.make(tmp_path, compute_metrics=metric).train()
-    assert steps_of(tmp_path)[-1] == 8  # of the evaluation, two steps after the last checkpoint that was due
-    assert caught.value.__notes__ == [
-        "The training is saved up to step 8: a run that is resumed from there repeats the evaluation and goes on."
-    ]
+    assert steps_of(tmp_path)[-1] == 6
     goes_on(tmp_path, whole)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 
 HIGHER_IS_BETTER = frozenset({"accuracy", "f1", "precision", "recall", "auc", "bleu", "match"})  # last word of a name
-LOWER_IS_BETTER = re.compile(
-    r"(^|_)(error|errors|wer|cer|mer|ter|mse|rmse|mae|mape|perplexity|ppl|nll|bpb|bits_per_byte|brier|ece|distance|fid)(_|$)"
+LOWER_IS_BETTER = re.compile(  # at the end of a name; "Loss" is maximized too
+    r"(^|[^a-z])(errors?|error_rate|loss|wer|cer|mer|ter|mse|rmse|mae|s?mape|perplexity|ppl|nll|bpb|bits_per_byte|brier|ece|distance|fid)$"
 )
+NEGATED = re.compile(r"(^|[^a-z])neg(ative)?([^a-z]|$)")  # as in scikit-learn's neg_mean_squared_error
 
 
 def is_maximized(metric: str) -> bool:
@@ -26,4 +27,5 @@ def seems_higher_better(metric: str) -> bool:
 
 def seems_lower_better(metric: str) -> bool:
     """Returns True if a metric has a name of those whose smaller values are better, and is maximized by default."""
-    return is_maximized(metric) and LOWER_IS_BETTER.search(metric.lower()) is not None
+    name = metric.lower()
+    return is_maximized(metric) and LOWER_IS_BETTER.search(name) is not None and NEGATED.search(name) is None

@@ -244,7 +244,7 @@ def check_switches(options: Options) -> None:
         raise ValueError(
             f"keep_best_metric={options.keep_best_metric!r}: the checkpoints with the highest values would be kept, "
             f"since the name does not end in 'loss': set metric_for_best_model={options.keep_best_metric!r} with "
-            "greater_is_better=False, or True if that is meant."
+            "greater_is_better=False, or give it a name that ends in 'loss'."
         )
     if options.optim_target_modules and not str(options.optim).startswith(("galore", "apollo", "muon")):
         raise ValueError(

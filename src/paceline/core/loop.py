@@ -314,9 +314,6 @@ class Loop:
                 self.evaluate()
         except Interrupted:
             self.heed_signal()
-        except Exception as error:
-            self.save_before_end(error)
-            raise
         if self.signals.requested is not None and not self.is_heeded:
             self.heed_signal()
         if self.control.should_save:
@@ -425,28 +422,9 @@ class Loop:
         self.state.best_global_step = self.state.global_step
         return True
 
-    def save_before_end(self, error: Exception) -> None:
-        """Saves a checkpoint after an evaluation has failed with `error`, and adds a note to the error that names it.
-
-        A run that is resumed from it begins with the evaluation. Nothing is saved by several processes, because one
-        alone may have failed, and in a trial of a search, which is pruned by an error.
-        """
-        if self.plan.save_strategy == "no" or self.plan.world_size > 1 or self.state.is_hyper_param_search:
-            return
-        self.control.should_evaluate, self.control.should_save = True, False
-        try:
-            self.hooks.save()
-        except Exception as reason:
-            logger.warning("No checkpoint could be saved after the evaluation failed: %s", reason)
-            return
-        error.add_note(
-            f"The training is saved up to step {self.state.global_step:,}: a run that is resumed from there repeats "
-            "the evaluation and goes on."
-        )
-
     def finish_pending(self) -> None:
-        """Runs the evaluation that a signal or an error ended before the checkpoint was written."""
-        logger.info("The evaluation after step %d was not completed: evaluating now.", self.state.global_step)
+        """Runs the evaluation that a signal interrupted before the checkpoint was written."""
+        logger.info("The evaluation after step %d was interrupted: evaluating now.", self.state.global_step)
         self.control.begin_step()
         self.control.should_evaluate = True
         self.hooks.act()
