@@ -191,14 +191,28 @@ def test_an_error_that_is_maximized_by_default_is_said(caplog: pytest.LogCapture
         "eval_neg_rmse",
         "error_correction_f1",
         "wer_drop",
+        "distance_correlation",
+        "error_detection_auroc",
+        "token_error_recall@5",
     )
     for metric in right:
         TrainingArguments(metric_for_best_model=metric)
     TrainingArguments(metric_for_best_model="wer", greater_is_better=True)
     assert not caplog.records
-    for metric in ("eval_wer", "MAE", "perplexity", "valid_rmse", "error_rate", "set/wer", "eval_Loss"):
+    for metric in (
+        "eval_wer",
+        "MAE",
+        "perplexity",
+        "valid_rmse",
+        "error_rate",
+        "set/wer",
+        "eval_Loss",
+        "wer_clean",
+        "eval_kl_div",
+    ):
         TrainingArguments(metric_for_best_model=metric)
         assert f"metric_for_best_model={metric!r}: the model with the highest value counts as the best" in caplog.text
+    TrainingArguments(keep_best=2, eval_strategy="epoch", keep_best_metric="error_detection_auroc")
     kept = {"keep_best": 2, "eval_strategy": "epoch", "keep_best_metric": "eval_wer"}
     with pytest.raises(
         ValueError, match="keep_best_metric='eval_wer': the checkpoints with the highest values would be"

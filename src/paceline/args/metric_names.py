@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 
-HIGHER_IS_BETTER = frozenset({"accuracy", "f1", "precision", "recall", "auc", "bleu", "match"})  # last word of a name
-LOWER_IS_BETTER = re.compile(  # at the end of a name; "Loss" is maximized too
-    r"(^|[^a-z])(errors?|error_rate|loss|wer|cer|mer|ter|mse|rmse|mae|s?mape|perplexity|ppl|nll|bpb|bits_per_byte|brier|ece|distance|fid)$"
+# the last word of a name, as in recall@5
+HIGHER_IS_BETTER = frozenset({"acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "f1", "kappa", "map", "match"})
+HIGHER_IS_BETTER |= {"mcc", "ndcg", "precision", "r2", "recall", "rouge"}
+GAINS = frozenset({"correlation", "drop", "gain", "improvement", "reduction"})  # as the last word, even of an error
+LOWER_IS_BETTER = re.compile(
+    r"(?<![a-z])(errors?|error_rate|loss|wer|cer|mer|ter|eer|r?msle|r?mse|mae|mase|s?mape|perplexity|ppl|nll|bpb"
+    r"|bits_per_byte|brier|ece|crps|kl|distance|fid)(?![a-z])(?P<end>$)?"
 )
 NEGATED = re.compile(r"(^|[^a-z])neg(ative)?([^a-z]|$)")  # as in scikit-learn's neg_mean_squared_error
 
@@ -22,10 +26,23 @@ def is_maximized(metric: str) -> bool:
 
 def seems_higher_better(metric: str) -> bool:
     """Returns True if a metric has a name of those whose larger values are better."""
-    return metric.rpartition("_")[2].lower() in HIGHER_IS_BETTER
+    return _last_word(metric) in HIGHER_IS_BETTER
 
 
-def seems_lower_better(metric: str) -> bool:
-    """Returns True if a metric has a name of those whose smaller values are better, and is maximized by default."""
+def seems_lower_better(metric: str, at_end: bool = False) -> bool:
+    """Returns True if a metric is named after an error, whose smaller values are better, and is maximized by default.
+
+    Args:
+        metric: the name.
+        at_end: the error must be the end of the name. False: a word of it, as in `eval_wer_clean`.
+    """
     name = metric.lower()
-    return is_maximized(metric) and LOWER_IS_BETTER.search(name) is not None and NEGATED.search(name) is None
+    is_gain = _last_word(name) in HIGHER_IS_BETTER | GAINS or NEGATED.search(name) is not None
+    if is_gain or not is_maximized(metric):
+        return False
+    return any(not at_end or found["end"] is not None for found in LOWER_IS_BETTER.finditer(name))
+
+
+def _last_word(metric: str) -> str:
+    words = re.findall(r"[a-z]+[0-9]*", metric.lower())
+    return str(words[-1]) if words else ""

@@ -240,7 +240,7 @@ def check_switches(options: Options) -> None:
     kept, best = (
         (name or "loss").removeprefix("eval_") for name in (options.keep_best_metric, options.metric_for_best_model)
     )
-    if kept != best and seems_lower_better(kept):
+    if kept != best and seems_lower_better(kept, at_end=True):
         raise ValueError(
             f"keep_best_metric={options.keep_best_metric!r}: the checkpoints with the highest values would be kept, "
             f"since the name does not end in 'loss': set metric_for_best_model={options.keep_best_metric!r} with "
