@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import TrainingArguments
 from paceline.cli import metric_backends
+from paceline.cli.config import JobConfig
 from paceline.cli.errors import UsageError
 from paceline.cli.job_metrics import METRICS, MULTI, REGRESSION, SINGLE, TOKENS, MetricError, make_metrics, read_metrics
+from paceline.cli.job_trainer import check_best_metric
 from paceline.cli.main import main
 from paceline.core.outputs import EvalPrediction
 
@@ -268,3 +272,28 @@ def test_a_job_with_named_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert 0 <= results["eval_accuracy"] <= 1
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval_f1" in row][:2] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("best", "section", "said"),
+    [
+        ("accuracy", ["f1"], "'accuracy' is no metric of the evaluation: add it to metrics: [f1, accuracy]"),
+        ("eval_accuracy", None, "'eval_accuracy' is no metric of the evaluation: add it to metrics: [accuracy]"),
+        ("acuracy", ["accuracy"], "'acuracy' is no metric of the evaluation; did you mean 'accuracy'?"),
+        ("f1", ["f1"], None),
+        ("eval_test_f1", ["f1"], None),
+        ("loss", None, None),
+        ("own", None, None),
+    ],
+)
+def test_the_best_metric_is_one_of_the_evaluation(best: str, section: Any, said: str | None) -> None:
+    config = JobConfig(Path("job.yaml"), {} if section is None else {"metrics": section})
+    args = TrainingArguments(metric_for_best_model=best)
+    if said is None:
+        check_best_metric(config, args)
+        return
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check_best_metric(config, args)
+    check_best_metric(config, TrainingArguments(metric_for_best_model=best, eval_harness=["arc_easy"]))
+    for name in ("callbacks", "trainer", "compute_metrics"):  # these may add metrics
+        check_best_metric(JobConfig(Path("job.yaml"), {**config.sections, name: "package.module:name"}), args)

@@ -10,6 +10,7 @@ from torch import nn
 from train_jobs import MODULE, check_finished, check_refused, losses, module_of, results, write_job
 
 from paceline import Trainer
+from paceline.args.errors import UnsupportedOption
 from paceline.cli.config import read_job
 from paceline.cli.errors import UsageError
 from paceline.cli.main import main
@@ -88,6 +89,22 @@ def test_a_last_evaluation_that_does_not_end_loses_no_model(
     assert (config.parent / "run" / "model.safetensors").read_bytes() == weights
     assert main(words) == 0
     assert "eval metrics" not in capsys.readouterr().out
+
+
+def test_the_notes_of_a_refusal_are_shown_once(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*args: object, **kwargs: object) -> None:
+        error = UnsupportedOption("torch_compile=True is not supported here: leave it out.")
+        error.add_note("Described by: paceline train --help torch_compile")
+        raise error
+
+    monkeypatch.setattr(Trainer, "train", refuse)
+    assert main(["train", str(config)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: torch_compile=True is not supported here: leave it out.",
+        "Described by: paceline train --help torch_compile",
+    ]
 
 
 def test_an_evaluation_of_the_own_folder_is_the_missing_one(

@@ -7,9 +7,9 @@ from typing import Any
 
 from paceline.args.sections import Options
 from paceline.cli.config import SECTIONS, JobConfig
-from paceline.cli.errors import UsageError
+from paceline.cli.errors import UsageError, suggest
 from paceline.cli.job_data import Splits
-from paceline.cli.job_metrics import make_metrics, read_metrics
+from paceline.cli.job_metrics import METRICS, make_metrics, read_metrics
 from paceline.cli.references import Reference, require_reference
 
 
@@ -38,6 +38,7 @@ def make_trainer(
     functions = {name: bind(config, name, tokenizer) for name in SECTIONS if is_function(name)}
     if config.get("metrics") is not None:
         functions["compute_metrics"] = named_metrics(config, args, model, splits, shifts)
+    check_best_metric(config, args)
     if functions["data_collator"] is None:
         functions["data_collator"] = data_collator
     trainer_class = find_trainer(config, base)
@@ -77,6 +78,29 @@ def named_metrics(config: JobConfig, args: Options, model: object, splits: Split
     if args.batch_eval_metrics:
         raise UsageError("metrics: batch_eval_metrics=True needs a function of batches: give compute_metrics instead")
     return make_metrics(section, model, shifts)
+
+
+def check_best_metric(config: JobConfig, args: Options) -> None:
+    """Checks before training that `metrics` gives the metric that decides which model is best.
+
+    With code that may add metrics of its own (a trainer, callbacks, tasks of eval_harness, compiled metrics
+    of Keras), it is not known here.
+
+    Raises:
+        UsageError: it does not.
+    """
+    metric = args.metric_for_best_model
+    has_own_code = any(config.get(name) is not None for name in ("compute_metrics", "trainer", "callbacks"))
+    if metric is None or has_own_code or args.log_token_metrics or args.eval_harness or config.framework == "tf":
+        return
+    given = config.get("metrics")
+    named = () if given is None else read_metrics(given).names
+    name = metric.removeprefix("eval_")
+    known = ("loss", *named, "runtime", "per_second")
+    is_known = any(name == each or name.endswith(f"_{each}") for each in known)  # after the name of a dataset
+    if not is_known and (named or name in METRICS):
+        hint = f": add it to metrics: [{', '.join((*named, name))}]" if name in METRICS else suggest(name, known[:-2])
+        raise UsageError(f"metric_for_best_model: {metric!r} is no metric of the evaluation{hint}")
 
 
 def bind(config: JobConfig, name: str, tokenizer: object) -> Any:

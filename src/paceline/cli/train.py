@@ -93,7 +93,7 @@ def run(config: JobConfig, fresh: bool, say: Say = say) -> int:
         try:
             code = train_job(trainer, job, length, say, resume)
         except (*framework.REFUSALS, MetricError) as error:
-            raise UsageError("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
+            raise UsageError(str(error)) from error
         if code:
             return code
         drop_calibration(job)
