@@ -25,6 +25,7 @@ from paceline.core.contracts import Engine, Hooks, Pending, StatefulDataIterator
 from paceline.core.events import CallbackHandler
 from paceline.core.journal import NOT_COMPUTED, UpdateRow
 from paceline.core.ledger import DATA, EVALUATE, LOG, OPTIMIZER, OTHER, SAVE, Ledger
+from paceline.core.loop_evaluation import LoopEvaluation
 from paceline.core.metrics import StartTime, best_metric_value, is_better
 from paceline.core.micro_batches import MicroBatchSize
 from paceline.core.nonfinite import NonFiniteGuard
@@ -95,6 +96,7 @@ class Loop:
         self._snapshot: Any = None  # the last good state, if the policy is rollback
         self._ends_epoch = False  # the epoch was to end at the snapshot
         self.is_epoch_open = False  # on_epoch_end has not been fired for the epoch that began last
+        self.evaluation = LoopEvaluation()
         self._num_skipped, self._skipped_at = 0, -1  # epochs in a row that a callback skipped, and their step
         self.micro_batches = MicroBatchSize(plan)
         self.batches_per_epoch = micro_batches_in(plan, state.max_steps)
@@ -111,10 +113,12 @@ class Loop:
         skipped: set[tuple[int, int]],
         micro_batches: Mapping[str, Any] | None = None,
         is_epoch_open: bool = False,
+        evaluation: Mapping[str, Any] | None = None,
     ) -> None:
-        """Restores from a checkpoint: the steps not logged yet, the skipped windows, the micro-batch size, and whether
-        the epoch of the checkpoint has to be ended."""
+        """Restores from a checkpoint: the steps not logged yet, the skipped windows, the micro-batch size, whether the
+        epoch of the checkpoint has to be ended, and the evaluation that a signal has interrupted."""
         self.is_epoch_open = is_epoch_open
+        self.evaluation.load_state_dict(evaluation or {})
         self.unlogged = unlogged
         self.skipped = skipped
         self.num_allowed_for = len(skipped) - (self.plan.max_steps - self.state.max_steps)
@@ -313,6 +317,8 @@ class Loop:
             if self.control.should_evaluate:
                 self.evaluate()
         except Interrupted:
+            self.evaluation.ends_run = self.control.should_training_stop
+            self.control.should_evaluate = True  # a finished dataset of several has withdrawn it
             self.heed_signal()
         if self.signals.requested is not None and not self.is_heeded:
             self.heed_signal()
@@ -427,6 +433,7 @@ class Loop:
         logger.info("The evaluation after step %d was interrupted: evaluating now.", self.state.global_step)
         self.control.begin_step()
         self.control.should_evaluate = True
+        self.control.should_training_stop |= self.evaluation.ends_run
         self.hooks.act()
 
     def heed_signal(self) -> None:

@@ -25,6 +25,7 @@ from paceline.core.ledger import LOG, OTHER, SAVE, Ledger, describe, remedies, s
 from paceline.core.lineage import PROGRESS_FILE, RECORD_NAME, RunMark, at, claimed
 from paceline.core.log_text import LogText
 from paceline.core.loop import Loop
+from paceline.core.loop_evaluation import LoopEvaluation
 from paceline.core.metrics import speed_metrics
 from paceline.core.optional import LateModule
 from paceline.core.outputs import TrainOutput
@@ -232,6 +233,12 @@ class Run:
         assert self.loop is not None
         self.loop.run()
         self.is_trained = True
+
+    @property
+    def evaluation(self) -> LoopEvaluation:
+        """Returns what the loop has finished of the evaluation in progress."""
+        assert self.loop is not None
+        return self.loop.evaluation
 
     def begin_at(self, state: TrainerState) -> None:
         """Sets the start of the run to the position of a state."""

@@ -683,7 +683,8 @@ class Session(core.Session[Run, TrainerProtocol]):
     def evaluate_in_run(self, run: Run, skip_scheduler: bool) -> dict[str, float]:
         """Evaluates during a run, and returns the metrics."""
         run.sync.enter("evaluating")
-        return self.facade._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
+        with run.evaluation.in_progress(RandomStates()):
+            return self.facade._evaluate(run.trial, run.ignore_keys, skip_scheduler=skip_scheduler)
 
     def save_in_run(self, run: Run) -> bool:
         """Saves a checkpoint; returns True if it is complete, False if it is still being written asynchronously."""

@@ -56,6 +56,7 @@ from paceline.pytorch.sync import Measure
 
 if TYPE_CHECKING:
     from paceline.compat import trial_runs
+    from paceline.core import loop_evaluation
     from paceline.hub import described
     from paceline.predictions import augmentation as test_time
     from paceline.pytorch import packing, parts, session
@@ -73,6 +74,7 @@ else:
     checkpointer = LateModule("paceline.pytorch.checkpoint.checkpointer")
     described = LateModule("paceline.hub.described")
     findings = LateModule("paceline.pytorch.doctor.findings")
+    loop_evaluation = LateModule("paceline.core.loop_evaluation")
     lr_search = LateModule("paceline.pytorch.short_runs.lr_search")
     module_memory = LateModule("paceline.pytorch.short_runs.module_memory")
     optimizer_registry = LateModule("paceline.pytorch.optim.optimizers")
@@ -618,13 +620,11 @@ class Trainer(HubNames, ForSubclasses):
         if augmentation is not None:
             evaluate = partial(self.evaluate, eval_dataset, ignore_keys, metric_key_prefix)
             return parts.augmented_call(self, augmentation, evaluate)[0]
-        given = eval_dataset is not None
-        datasets = eval_dataset if given else self.eval_dataset
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, dict):
-            metrics: dict[str, float] = {}
-            for name, dataset in datasets.items():
-                metrics.update(self.evaluate(dataset if given else name, ignore_keys, f"{metric_key_prefix}_{name}"))
-            return metrics
+            chosen = {name: name for name in datasets} if eval_dataset is None else datasets
+            evaluate = partial(self.evaluate, ignore_keys=ignore_keys)
+            return loop_evaluation.evaluate_each(self.run, chosen, metric_key_prefix, evaluate)
         return self._evaluate_one(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate_one(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:

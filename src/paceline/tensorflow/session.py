@@ -44,7 +44,7 @@ from paceline.tensorflow import header, parts
 from paceline.tensorflow.arguments import check_tensorflow
 from paceline.tensorflow.checkpoint.resume_state import read_progress, read_unlogged, restore_position, wrap_load_error
 from paceline.tensorflow.checkpoint.saving import Checkpointer, requested_actions
-from paceline.tensorflow.checkpoint.variables import restore_variables
+from paceline.tensorflow.checkpoint.variables import CallEffects, restore_variables
 from paceline.tensorflow.data.feed import TFFeed
 from paceline.tensorflow.data.sources import Source, source_of_batches
 from paceline.tensorflow.devices import World
@@ -297,7 +297,9 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
             loop = self.make_loop(run, self.hooks(run, progress), NothingPending())
             if checkpoint is not None:
                 is_epoch_open = progress.get("is_epoch_open") is True
-                loop.resume(*read_unlogged(checkpoint, progress), progress.get("micro_batches"), is_epoch_open)
+                unlogged, skipped = read_unlogged(checkpoint, progress)
+                evaluation = progress.get("evaluation")
+                loop.resume(unlogged, skipped, progress.get("micro_batches"), is_epoch_open, evaluation)
         return loop
 
     def restore_items(self, run: core.Run, checkpoint: Path, progress: Mapping[str, Any]) -> None:
@@ -452,7 +454,8 @@ class Session(core.Session[core.Run, TFTrainerProtocol]):
 
     def evaluate_in_run(self, run: core.Run, skip_scheduler: bool) -> dict[str, float]:
         """Evaluates during a run, and steps a schedule that depends on a metric."""
-        metrics = self.facade.evaluate()
+        with run.evaluation.in_progress(CallEffects(self.model)):
+            metrics = self.facade.evaluate()
         call_own_event(self.callback_handler, "on_sets_evaluated", self.args, self.state, self.control)
         if not skip_scheduler and isinstance(self.lr_scheduler, FollowingSchedule):
             name = run.plan.metric_for_best_model or "loss"

@@ -26,6 +26,7 @@ from paceline.checkpoint.folders import make_output_folder
 from paceline.compat.hub_names import HubNames
 from paceline.core.contracts import StreamingMetric
 from paceline.core.events import CallbackHandler, TrainerCallback
+from paceline.core.loop_evaluation import evaluate_each
 from paceline.core.metrics import StartTime, speed_metrics
 from paceline.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from paceline.core.session import Run
@@ -382,19 +383,16 @@ class TFTrainer(HubNames):
                 return self.evaluate(eval_dataset, metric_key_prefix)
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, dict) and not is_columns(data):
-            metrics: dict[str, float] = {}
-            for name, one in data.items():
-                metrics.update(self._evaluate_one(one, f"{metric_key_prefix}_{name}"))
-            return metrics
+            return evaluate_each(self.run, data, metric_key_prefix, self._evaluate_one)
         return self._evaluate_one(data, metric_key_prefix)
 
-    def _evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+    def _evaluate_one(self, data: Any, metric_key_prefix: str) -> dict[str, float]:
         source = source_of_batches(self.get_eval_tfdataset(data))
         start = StartTime()
         loss_only = None if self.compute_metrics is not None else True
         with self.memory_stages.measuring("eval"):
-            output = self._predict_all(source, "Evaluation", loss_only, prefix)
-            metrics = self._timed(output, prefix, start, source.num_batches)
+            output = self._predict_all(source, "Evaluation", loss_only, metric_key_prefix)
+            metrics = self._timed(output, metric_key_prefix, start, source.num_batches)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             metrics.update(self.memory_stages.stop("eval"))

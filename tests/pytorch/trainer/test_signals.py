@@ -1,6 +1,8 @@
 """SIGTERM, SIGUSR1 and Ctrl-C: saved at the next boundary, resumed to the same bits. In processes of their own."""
 
+import csv
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -8,12 +10,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_models import Classifier, classification, losses, make_trainer, weights
 
-from paceline import JITCheckpointCallback, TrainerCallback
+from paceline import EarlyStoppingCallback, JITCheckpointCallback, TrainerCallback
 from paceline.core.signals import StopSignals
 
 DATA = classification(24)
@@ -318,6 +321,82 @@ def test_an_evaluation_of_a_callback_is_finished_before_the_run_stops(tmp_path: 
     assert callback.metrics["eval_loss"] > 0
     assert trainer.state.epoch == 1
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{trainer.state.global_step}"]
+
+
+class Jittered(torch.utils.data.Dataset[Any]):
+    """Samples with noise of the global generators."""
+
+    def __init__(self, samples: list[dict[str, Any]]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.samples[index]
+        return {**sample, "x": sample["x"] + random.random() + float(np.random.rand()) + torch.rand(8)}
+
+
+class TerminateEvaluation(TrainerCallback):
+    def __init__(self, step: int, batch: int) -> None:
+        self.step, self.batch, self.num_batches = step, batch, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_batches += state.global_step == self.step
+        if self.num_batches == self.batch:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("step", "batch"), [(4, 2), (4, 3), (4, 4), (0, 4), (12, 4)])
+def test_an_interrupted_evaluation_is_completed(tmp_path: Path, step: int, batch: int) -> None:
+    """In the first of two datasets, after its last batch, and in the second; both draw random numbers."""
+
+    def train(folder: Path, *callbacks: Any) -> Any:
+        options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        best = {"metric_for_best_model": "eval_first_loss", "greater_is_better": False}
+        trainer = make_trainer(
+            folder, Classifier(dropout=0.2), DATA, num_train_epochs=4, learning_rate=1e-9, **options, **best,
+            eval_dataset={"first": Jittered(DATA[:12]), "second": Jittered(DATA[12:])}, per_device_eval_batch_size=4,
+            callbacks=[EarlyStoppingCallback(5, 9.0), *callbacks], report_to=["jsonl", "csv"], eval_on_start=True,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert train(tmp_path / "parts", TerminateEvaluation(step, batch)).was_stopped
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    resumed = train(tmp_path / "parts")
+    assert resumed.state.global_step == whole.state.global_step == 12  # stopped early, by the sixth evaluation
+    assert without_times(resumed.state.log_history) == without_times(whole.state.log_history)
+    assert resumed.state.best_global_step == whole.state.best_global_step
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    logs = [evaluations_in(tmp_path / name) for name in ("parts", "whole")]
+    assert logs[0] == logs[1]
+    assert len(logs[0]["log.jsonl"]) == len(logs[0]["log.csv"]) == 14
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    timed = ("runtime", "per_second", "flos", "train_loss")
+    return [{key: value for key, value in row.items() if not any(name in key for name in timed)} for row in rows]
+
+
+def evaluations_in(folder: Path) -> dict[str, list[tuple[str, str]]]:
+    """The step and the losses of each evaluation in the log files of a run."""
+    with (folder / "log.csv").open(newline="") as file:
+        files = {"log.csv": list(csv.DictReader(file))}
+    files["log.jsonl"] = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {
+        name: [
+            (str(row["step"]), str(row[key]))
+            for row in rows
+            for key in ("eval_first_loss", "eval_second_loss")
+            if row.get(key)
+        ]
+        for name, rows in files.items()
+    }
 
 
 def test_handlers_are_put_back_after_an_error(tmp_path: Path) -> None:

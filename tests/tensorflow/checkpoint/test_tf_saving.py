@@ -381,3 +381,57 @@ def test_one_training_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trainer.train()
     assert not (tmp_path / lock.LOCK_NAME).exists()
     held.release()
+
+
+class TerminateEvaluation(TrainerCallback):
+    def __init__(self, step: int, batch: int) -> None:
+        self.step, self.batch, self.num_batches = step, batch, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_batches += state.global_step == self.step
+        if self.num_batches == self.batch:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Drawing:
+    """A metric that draws from the global generators at each batch."""
+
+    def reset(self) -> None:
+        self.total = 0.0
+
+    def update(self, prediction: Any) -> None:
+        self.total += random.random() + np.random.rand() + float(keras.random.uniform(())) + float(tf_uniform())
+
+    def compute(self) -> dict[str, float]:
+        return {"draws": self.total}
+
+
+def tf_uniform() -> Any:
+    return tf.random.get_global_generator().uniform(())
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_an_interrupted_evaluation_is_completed(tmp_path: Path, batch: int) -> None:
+    """In the first and in the second of two datasets, with metrics that draw random numbers."""
+
+    def train(folder: Path, *callbacks: Any) -> TFTrainer:
+        options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(
+            folder, make_model(dropout=0.3), DATA, max_steps=6, metric_for_best_model="eval_first_draws", **options,
+            eval_dataset={"first": make_data(12), "second": make_data(12)}, per_device_eval_batch_size=4,
+            compute_metrics=Drawing(), callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert train(tmp_path / "parts", TerminateEvaluation(4, batch)).was_stopped
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    resumed = train(tmp_path / "parts")
+    assert resumed.state.global_step == whole.state.global_step == 6
+    assert values(resumed.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
+    assert resumed.state.best_global_step == whole.state.best_global_step
+    assert np.array_equal(weights(resumed.model), weights(whole.model))

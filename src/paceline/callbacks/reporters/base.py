@@ -101,7 +101,7 @@ class FileReporter(Reporter):
         if not state.is_world_process_zero:
             return
         path = output_folder(args) / self.file_name
-        is_new = state.global_step == 0
+        is_new = state.global_step == 0 and not state.log_history  # not resumed within its first evaluation
         begin = partial(set_aside, path) if is_new else partial(self.truncate, path, state.global_step)
         self._outbox.put(path, begin)
 

@@ -48,7 +48,8 @@ class LoopProgress:
         self.loop = loop
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the skipped windows, the summary of steps not logged yet, the run's length and its batch sizes."""
+        """Returns the skipped windows, the summary of steps not logged yet, the run's length and its batch sizes, and
+        the evaluation that a signal has interrupted."""
         loop = self.loop
         return {
             "skipped": sorted(loop.skipped),
@@ -57,13 +58,16 @@ class LoopProgress:
             "update_size": loop.plan.update_size,
             "micro_batches": loop.micro_batches.state_dict(),
             "is_epoch_open": loop.is_epoch_open,
+            "evaluation": loop.evaluation.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Restores the summary of steps not logged yet, the skipped accumulation windows and the micro-batch size."""
+        """Restores everything but the run's length."""
         unlogged = UpdateSummary.restored(state.get("unlogged") or {})
         is_epoch_open = state.get("is_epoch_open") is True
-        self.loop.resume(unlogged, skipped_windows(state), state.get("micro_batches"), is_epoch_open)
+        self.loop.resume(
+            unlogged, skipped_windows(state), state.get("micro_batches"), is_epoch_open, state.get("evaluation")
+        )
 
 
 NO_PROGRESS: dict[str, Any] = {
@@ -73,6 +77,7 @@ NO_PROGRESS: dict[str, Any] = {
     "update_size": None,
     "micro_batches": {},
     "is_epoch_open": False,
+    "evaluation": {},
 }  # outside of a run
 
 
@@ -122,6 +127,7 @@ def describe_progress(
         "update_size": loop["update_size"],
         "micro_batches": loop["micro_batches"],
         "is_epoch_open": loop["is_epoch_open"],
+        "evaluation": loop["evaluation"],
         "launch": run_identity(os.environ),
     }
     return json.dumps(progress), other  # without indent: C code writes it, in a tenth of the time

@@ -80,6 +80,7 @@ def describe_progress(
         "length": {"planned": loop.plan.max_steps, "max_steps": max_steps} if loop is not None else {},
         "micro_batches": loop.micro_batches.state_dict() if loop is not None else {},
         "is_epoch_open": loop is not None and loop.is_epoch_open,
+        "evaluation": loop.evaluation.state_dict() if loop is not None else {},
         "random": capture_random(),
         "traces": run.engine.traces() if run is not None else {},
         "schedule": schedule_state(schedule),

@@ -80,22 +80,36 @@ def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
         variable.assign(value)
 
 
+class CallEffects:
+    """The state that calls of a model change, as an item: random generators, recurrent layers, statistics.
+
+    The generators include the global ones of Keras, TensorFlow, Python and numpy. The state is copied to host memory;
+    weights, which a call leaves alone, are not part of it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        found = [variable for variable in changing_variables(model) if not is_weight(variable)]
+        self.variables = list({id(each): each for each in (*found, *random_variables(model), keras_state())}.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of the state."""
+        return {"values": values_of(self.variables), "generators": capture_random()}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Restores the state."""
+        assign(self.variables, state["values"])
+        restore_random(state["generators"])
+
+
 @contextmanager
 def undone(model: Any) -> Iterator[None]:
-    """Returns a context in which the model may be called without an effect on the run.
-
-    At its end, variables that calls change (states of random generators and of recurrent layers, statistics) and the
-    global generators of Keras, TensorFlow, Python and numpy are as before. They are copied to host memory; weights,
-    which a call leaves alone, are not.
-    """
-    found = [variable for variable in changing_variables(model) if not is_weight(variable)]
-    variables = list({id(each): each for each in (*found, *random_variables(model), keras_state())}.values())
-    values, generators = values_of(variables), capture_random()
+    """Returns a context in which the model may be called without an effect on the run: see `CallEffects`."""
+    effects = CallEffects(model)
+    state = effects.state_dict()
     try:
         yield
     finally:
-        assign(variables, values)
-        restore_random(generators)
+        effects.load_state_dict(state)
 
 
 def is_weight(variable: Any) -> bool:
