@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import loss_heads
@@ -74,8 +75,11 @@ REMARKS = {
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=[name for _, name in NAMES])
