@@ -75,6 +75,14 @@ def test_a_second_signal_before_the_first_batch_loses_nothing() -> None:
     assert second.state_dict()["finished"] == first.state_dict()["finished"]
 
 
+@pytest.mark.parametrize(("stops_in", "ends"), [("a", False), ("b", True)])
+def test_a_callback_ends_the_resumed_run_after_a_dataset_and_a_signal_does_not(stops_in: str, ends: bool) -> None:
+    evaluation = LoopEvaluation()
+    run(evaluation, Draws(), stops_in)
+    evaluation.ends_run = True  # set by the loop, which stops for either
+    assert resumed(evaluation).ends_run == ends
+
+
 def test_a_checkpoint_within_an_evaluation_holds_nothing_of_it() -> None:
     """A callback may write one; the run that is resumed from it evaluates at a later step."""
     evaluation, saved = LoopEvaluation(), []

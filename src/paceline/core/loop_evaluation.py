@@ -20,7 +20,7 @@ class LoopEvaluation:
 
     Attributes:
         finished: the metrics of each finished dataset of several, by the prefix of their names.
-        ends_run: a callback has ended the training, after one of these.
+        ends_run: the training ends with this evaluation; by a callback if datasets were finished, else by the signal.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,8 @@ class LoopEvaluation:
         """Returns what an interrupted evaluation has finished, JSON-serializable; empty if none was interrupted."""
         if not self._is_interrupted:
             return {}
-        return {"finished": {**self._restored, **self.finished}, "ends_run": self.ends_run}
+        finished = {**self._restored, **self.finished}
+        return {"finished": finished, "ends_run": self.ends_run and bool(finished)}  # else the signal has ended it
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what the run before has finished.

@@ -341,15 +341,19 @@ class TerminateEvaluation(TrainerCallback):
     def __init__(self, step: int, batch: int) -> None:
         self.step, self.batch, self.num_batches = step, batch, 0
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.batch == 0 and state.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_batches += state.global_step == self.step
-        if self.num_batches == self.batch:
+        if self.num_batches == self.batch > 0:
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("step", "batch"), [(4, 2), (4, 3), (4, 4), (0, 4), (12, 4)])
+@pytest.mark.parametrize(("step", "batch"), [(4, 0), (4, 2), (4, 3), (4, 4), (0, 4), (12, 4)])
 def test_an_interrupted_evaluation_is_completed(tmp_path: Path, step: int, batch: int) -> None:
-    """In the first of two datasets, after its last batch, and in the second; both draw random numbers."""
+    """Before it, in the first of two datasets, after its last batch, and in the second; both draw random numbers."""
 
     def train(folder: Path, *callbacks: Any) -> Any:
         options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
