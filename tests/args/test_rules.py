@@ -209,16 +209,22 @@ def test_an_error_that_is_maximized_by_default_is_said(caplog: pytest.LogCapture
         "eval_Loss",
         "wer_clean",
         "eval_kl_div",
+        "error_wer",
     ):
         TrainingArguments(metric_for_best_model=metric)
         assert f"metric_for_best_model={metric!r}: the model with the highest value counts as the best" in caplog.text
     TrainingArguments(keep_best=2, eval_strategy="epoch", keep_best_metric="error_detection_auroc")
-    kept = {"keep_best": 2, "eval_strategy": "epoch", "keep_best_metric": "eval_wer"}
-    with pytest.raises(
-        ValueError, match="keep_best_metric='eval_wer': the checkpoints with the highest values would be"
-    ):
-        TrainingArguments(**kept)
-    TrainingArguments(**kept, metric_for_best_model="wer", greater_is_better=False)
+    for metric in ("eval_wer", "eval_error_rate"):
+        kept = {"keep_best": 2, "eval_strategy": "epoch", "keep_best_metric": metric}
+        with pytest.raises(ValueError, match=f"keep_best_metric='{metric}': the checkpoints with the highest values"):
+            TrainingArguments(**kept)
+    TrainingArguments(**kept, metric_for_best_model="error_rate", greater_is_better=False)
+
+
+def test_a_plateau_of_an_error_asks_for_its_direction() -> None:
+    options = {"eval_strategy": "epoch", "phases": [{"name": "a", "until": "plateau of eval_wer_clean"}, {"name": "b"}]}
+    with pytest.raises(ValueError, match="'eval_wer_clean' looks like one whose smaller values are better"):
+        TrainingArguments(**options)
 
 
 def test_a_direction_that_contradicts_its_metric_is_said(caplog: pytest.LogCaptureFixture) -> None:

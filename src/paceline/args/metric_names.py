@@ -13,7 +13,7 @@ HIGHER_IS_BETTER = frozenset({"acc", "accuracy", "ap", "auc", "auprc", "auroc", 
 HIGHER_IS_BETTER |= {"mcc", "ndcg", "precision", "r2", "recall", "rouge"}
 GAINS = frozenset({"correlation", "drop", "gain", "improvement", "reduction"})  # as the last word, even of an error
 LOWER_IS_BETTER = re.compile(
-    r"(?<![a-z])(errors?|error_rate|loss|wer|cer|mer|ter|eer|r?msle|r?mse|mae|mase|s?mape|perplexity|ppl|nll|bpb"
+    r"(?<![a-z])(error_rate|errors?|loss|wer|cer|mer|ter|eer|r?msle|r?mse|mae|mase|s?mape|perplexity|ppl|nll|bpb"
     r"|bits_per_byte|brier|ece|crps|kl|distance|fid)(?![a-z])(?P<end>$)?"
 )
 NEGATED = re.compile(r"(^|[^a-z])neg(ative)?([^a-z]|$)")  # as in scikit-learn's neg_mean_squared_error
