@@ -447,8 +447,8 @@ def tf_step(result: Result) -> str:
 
 GROWTH = {
     "bytes_per_logged_step": ("memory that a logged step adds, bytes", "{:,.0f}"),
-    "state_ms_per_save": ("`trainer_state.json`, CPU ms a save", "{:,.1f}"),
-    "state_mb_per_save": ("`trainer_state.json`, MB written a save", "{:,.2f}"),
+    "state_ms_per_save": ("log rows of a checkpoint, CPU ms a save", "{:,.1f}"),
+    "state_mb_per_save": ("log rows of a checkpoint, MB written a save", "{:,.2f}"),
     "grouping_mb": ("an order by length, MB held", "{:,.1f}"),
     "grouping_peak_mb": ("an order by length, MB at most", "{:,.1f}"),
     "grouping_s": ("an order by length, CPU s", "{:,.2f}"),

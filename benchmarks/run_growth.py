@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -119,28 +120,35 @@ def measure_state(found: Any, is_quick: bool) -> dict[str, float]:
     num_rows = QUICK_ROWS if is_quick else ROWS
     draw = random.Random(0)
     if found.__name__ == "paceline":
+        from paceline.checkpoint.log_blocks import StateFile
         from paceline.core.log_text import LogText
 
         state, kept = found.TrainerState(), LogText()
 
-        def save(path: str) -> None:
-            state.text(kept).write(path)
+        def save(checkpoint: Path) -> None:
+            StateFile(state.text(kept), kept, checkpoint, is_whole=False).write(checkpoint, {})
     else:
         from transformers.trainer_callback import TrainerState as TheirState
 
         state = TheirState()
-        save = state.save_to_json
+
+        def save(checkpoint: Path) -> None:
+            state.save_to_json(str(checkpoint / "trainer_state.json"))
+
     seconds, num_bytes = 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trainer_state.json")
         for step in range(1, num_rows + 1):
             row = {"loss": draw.random(), "grad_norm": draw.random(), "learning_rate": draw.random() / 1000}
             state.log_history.append({**row, "epoch": step / 1000, "step": step})
             if step % ROWS_BETWEEN == 0:
+                checkpoint = Path(folder, f"checkpoint-{step}")
+                checkpoint.mkdir()
                 start = time.process_time()
-                save(str(path))
+                save(checkpoint)
                 seconds += time.process_time() - start
-                num_bytes += path.stat().st_size
+                sizes = [path.stat() for path in checkpoint.rglob("*.json")]
+                num_bytes += sum(one.st_size for one in sizes if one.st_nlink == 1)  # others are of earlier checkpoints
+                shutil.rmtree(Path(folder, f"checkpoint-{step - ROWS_BETWEEN}"), ignore_errors=True)
     saves = num_rows // ROWS_BETWEEN
     return {"state_ms_per_save": 1e3 * seconds / saves, "state_mb_per_save": num_bytes / saves / 1e6}
 

@@ -209,12 +209,16 @@ def surplus(checkpoints: Sequence[str], limit: int, best: str | None, pinned: Co
 
 
 @contextmanager
-def staged(final: str | os.PathLike[str]) -> Iterator[Path]:
+def staged(final: str | os.PathLike[str], known: Mapping[str, KnownFile] | None = None) -> Iterator[Path]:
     """Creates a folder atomically: complete, or not at all.
 
     Yields a hidden, empty folder next to `final`. When the block ends, the folder gets a manifest, is synced to disk
     and renamed to `final`; an existing folder is kept until then. When the block raises, the hidden folder is removed
     and `final` is unchanged.
+
+    Args:
+        final: path of the folder.
+        known: files whose hash is known when the block ends, for `manifest.seal`.
 
     Raises: OSError, if writing fails (ENOSPC, EROFS, ...); `final` is unchanged.
     """
@@ -222,7 +226,7 @@ def staged(final: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = begin(final)
     try:
         yield temporary
-        publish(temporary, final)
+        publish(temporary, final, known)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

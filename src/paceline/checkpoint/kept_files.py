@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from paceline.checkpoint.manifest import MANIFEST_NAME, extra_files
+from paceline.core.log_text import BLOCK_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ STATE_FILE = "trainer_state.json"  # present in a complete checkpoint of any tra
 # files of another trainer's checkpoint, which would be mistaken for files of the new checkpoint
 _OF_OTHER_TRAINERS = (
     "model*.safetensors*", "pytorch_model*", "adapter_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*",
-    STATE_FILE, "training_args.bin", "global_step*/*", "latest",
+    STATE_FILE, f"{BLOCK_FOLDER}/*", "training_args.bin", "global_step*/*", "latest",
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class KnownFile:
     def is_still(self, path: str | os.PathLike[str]) -> bool:
         """True if `path` is the file that was hashed, unchanged."""
         try:
-            return _identity(path) == self.identity
+            return identity_of(path) == self.identity
         except OSError:
             return False
 
@@ -68,7 +68,7 @@ def entry_of(path: str | os.PathLike[str]) -> KnownFile | None:
     files = _read_manifest(path.parent)
     if isinstance(files, str) or path.name not in files:
         return None
-    return KnownFile(files[path.name]["sha256"], _identity(path))
+    return KnownFile(files[path.name]["sha256"], identity_of(path))
 
 
 def hash_and_sync(path: str | os.PathLike[str]) -> tuple[str, int]:
@@ -94,10 +94,11 @@ def known_files(folder: str | os.PathLike[str]) -> dict[str, KnownFile]:
     files = _read_manifest(folder)
     if isinstance(files, str):
         return {}
-    return {name: KnownFile(entry["sha256"], _identity(folder / name)) for name, entry in files.items()}
+    return {name: KnownFile(entry["sha256"], identity_of(folder / name)) for name, entry in files.items()}
 
 
-def _identity(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
+def identity_of(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
+    """Returns device, inode, bytes and modification time (ns) of a file. Raises: OSError."""
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

@@ -1,8 +1,10 @@
 """The text of a training state, `trainer_state.json`; each row of its log is encoded once.
 
-Every reader expects the file to hold all rows logged so far, in JSON. So each save writes them all, but it encodes only
-the new ones: older rows are also kept in memory as compressed text, in chunks, at about 45 bytes per row. A chunk is
-encoded again if its rows have changed.
+Encoded rows are kept in memory as compressed text, in chunks, at about 45 bytes per row. A chunk is encoded again if
+its rows have changed.
+
+In the checkpoints of a long run the file holds the newest rows only, so that a save writes a bounded number of bytes.
+The rows before them lie beside it in blocks, files that later checkpoints link (`paceline.checkpoint.log_blocks`).
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ import hashlib
 import json
 import marshal
 import os
+import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +25,15 @@ from paceline.args.secrets import masked
 from paceline.core.metrics import jsonable
 
 CHUNK_ROWS = 256  # number of rows that are encoded, compressed and compared together
+CHUNKS_PER_BLOCK = 16  # 4,096 rows, 0.7 MB
+BLOCK_FOLDER = "log_history"  # of the blocks, beside the file
 HISTORY = "log_history"
 FOLDER = "best_model_checkpoint"  # not masked: a resumed run looks for this folder
 
 Row = Mapping[str, Any]
+
+_BLOCK_NAME = re.compile(r"rows-(\d{1,15})-(\d{1,15})\.json")
+_MOST_BLOCK_BYTES = 1 << 28  # a block of 4,096 rows of five numbers has 0.7 MB
 
 
 class Chunk:
@@ -37,20 +47,54 @@ class Chunk:
         self._digest = digest_of(rows)
         self._packed = zlib.compress(encode_rows(rows), level=1)
 
-    def text(self, rows: Sequence[Row]) -> bytes:
-        """Returns the text of the rows as they are now.
+    def update(self, rows: Sequence[Row]) -> bytes | None:
+        """Encodes the rows again if they have changed. Returns their digest; None if they have none.
 
         Args:
             rows: the rows that the chunk was made of; they may have been changed or replaced.
         """
         digest = digest_of(rows)
-        if digest is not None and digest == self._digest:
-            return zlib.decompress(self._packed)
-        copied = [dict(row) for row in rows]  # another thread may change them meanwhile
-        self._digest = digest_of(copied)
-        text = encode_rows(copied)
-        self._packed = zlib.compress(text, level=1)
-        return text
+        if digest is None or digest != self._digest:
+            copied = [dict(row) for row in rows]  # another thread may change them meanwhile
+            self._digest = digest_of(copied)
+            self._packed = zlib.compress(encode_rows(copied), level=1)
+        return self._digest
+
+    def text(self) -> bytes:
+        """Returns the text of the rows at the last update."""
+        return zlib.decompress(self._packed)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a log in a file of their own.
+
+    Attributes:
+        name: path of the file, relative to the folder of the state's file.
+        digest: digest of the rows; None if they have none.
+        text: returns the content of the file, a JSON array.
+    """
+
+    name: str
+    digest: bytes | None
+    text: Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """The file of a block in a checkpoint.
+
+    Attributes:
+        path: its path once the checkpoint is published.
+        digest: digest of its rows.
+        sha256: hash of its content.
+        identity: device, inode, bytes and modification time (ns) of the file.
+    """
+
+    path: Path
+    digest: bytes | None
+    sha256: str
+    identity: tuple[int, int, int, int]
 
 
 class StateText:
@@ -74,14 +118,20 @@ class StateText:
         self._old = rows[: len(chunks) * CHUNK_ROWS]
         self._new = encode_rows(rows[len(self._old) :])
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file atomically. Raises: OSError."""
+    def write(self, path: str | os.PathLike[str], *, with_blocks: bool = True) -> None:
+        """Writes the file atomically.
+
+        Args:
+            with_blocks: write all rows; False leaves out those of `blocks`.
+
+        Raises: OSError.
+        """
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with open(temporary, "wb") as file:
             file.write(self._head.encode())
             start = b"[\n"
-            for part in self._parts():
+            for part in self._parts(0 if with_blocks else self._num_blocks * CHUNKS_PER_BLOCK):
                 file.write(start)
                 file.write(part)
                 start = b",\n"
@@ -92,18 +142,44 @@ class StateText:
                 file.write(self._tail.encode())
         temporary.replace(path)
 
-    def _parts(self) -> Iterator[bytes]:
-        for index, chunk in enumerate(self._chunks):
-            yield chunk.text(self._old[index * CHUNK_ROWS : (index + 1) * CHUNK_ROWS])
+    def blocks(self) -> Iterator[Block]:
+        """Yields the blocks of rows that `write` can leave out: all full ones but the last."""
+        for index in range(self._num_blocks):
+            first = index * CHUNKS_PER_BLOCK
+            digests = [self._update(at) for at in range(first, first + CHUNKS_PER_BLOCK)]
+            name = f"rows-{first * CHUNK_ROWS + 1}-{(first + CHUNKS_PER_BLOCK) * CHUNK_ROWS}.json"
+            digest = b"".join(one for one in digests if one is not None) if None not in digests else None
+            yield Block(f"{BLOCK_FOLDER}/{name}", digest, partial(self._block_text, first))
+
+    @property
+    def _num_blocks(self) -> int:
+        return max(len(self._chunks) // CHUNKS_PER_BLOCK - 1, 0)
+
+    def _block_text(self, first: int) -> bytes:
+        texts = [chunk.text() for chunk in self._chunks[first : first + CHUNKS_PER_BLOCK]]
+        return b"[\n" + b",\n".join(texts) + b"\n]\n"
+
+    def _update(self, index: int) -> bytes | None:
+        return self._chunks[index].update(self._old[index * CHUNK_ROWS : (index + 1) * CHUNK_ROWS])
+
+    def _parts(self, first: int) -> Iterator[bytes]:
+        for index in range(first, len(self._chunks)):
+            self._update(index)
+            yield self._chunks[index].text()
         if self._new:
             yield self._new
 
 
+@dataclass
 class LogText:
-    """Keeps the encoded chunks of a log between saves."""
+    """The text of a log, kept between saves.
 
-    def __init__(self) -> None:
-        self._chunks: list[Chunk] = []
+    Attributes:
+        stored: the blocks in the last checkpoint, by name.
+    """
+
+    stored: dict[str, StoredBlock] = field(default_factory=dict)
+    _chunks: list[Chunk] = field(default_factory=list)
 
     def chunks_of(self, rows: Sequence[Row]) -> tuple[Chunk, ...]:
         """Returns the chunks of all rows but at most the last 255. New chunks are encoded here."""
@@ -111,6 +187,49 @@ class LogText:
         for index in range(len(self._chunks), number):
             self._chunks.append(Chunk(rows[index * CHUNK_ROWS : (index + 1) * CHUNK_ROWS]))
         return tuple(self._chunks[:number])
+
+
+def earlier_rows(path: Path, rows: Sequence[Any]) -> list[Any]:
+    """Returns the rows that precede those in a state's file; empty if the file holds all rows.
+
+    Args:
+        path: the state's file; the blocks of its log, if there are any, lie beside it.
+        rows: the rows in the file.
+
+    Raises:
+        ValueError: a block is missing or damaged; the message names it.
+        OSError: a block cannot be read.
+    """
+    folder = path.parent / BLOCK_FOLDER
+    matches = [_BLOCK_NAME.fullmatch(name) for name in os.listdir(folder)] if folder.is_dir() else []
+    spans = sorted((int(match[1]), int(match[2]), match[0]) for match in matches if match is not None)
+    found: list[Any] = []
+    for first, last, name in spans:
+        if first != len(found) + 1:
+            raise ValueError(f"{folder}: the file of rows {len(found) + 1} to {first - 1} is missing.")
+        block = _read_block(folder / name)
+        if len(block) != last - first + 1:
+            raise ValueError(f"{folder / name} holds {len(block)} rows.")
+        if not found and rows and _is_same(rows[0], block[0]):
+            return []  # the file was written with all rows, beside the blocks of a copied checkpoint
+        found += block
+    return found
+
+
+def _read_block(path: Path) -> list[Any]:
+    if not path.is_file() or path.stat().st_size > _MOST_BLOCK_BYTES:
+        raise ValueError(f"{path} is no file of log rows.")
+    try:
+        block = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(block, list) or not all(isinstance(row, dict) for row in block):
+        raise ValueError(f"{path} should hold a list of log rows.")
+    return block
+
+
+def _is_same(one: object, other: object) -> bool:
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN is equal to itself here
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:

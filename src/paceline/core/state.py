@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 
 from paceline.args.sections import Options
 from paceline.core.counts import is_amount, is_count, shown
-from paceline.core.log_text import HISTORY, LogText, StateText
+from paceline.core.log_text import HISTORY, LogText, StateText, earlier_rows
 from paceline.core.metrics import jsonable
 
 logger = logging.getLogger(__name__)
@@ -406,10 +406,12 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> Self:
-        """Reads a state written by `save_to_json` or by transformers. Unknown keys are ignored and logged.
+        """Reads a state of a checkpoint, with all rows of its log, or one written by `save_to_json` or transformers.
+
+        Unknown keys are ignored and logged.
 
         Raises:
-            ValueError: the file is not the JSON of a state; the message names it.
+            ValueError: the file is not the JSON of a state, or rows of its log are missing; the message names the file.
         """
         path = Path(json_path)
         try:
@@ -426,6 +428,8 @@ class TrainerState:
             value = values.get(name, 0 if name in _NEVER_NULL else None)
             if (value is not None or name in _NEVER_NULL) and not is_possible(value):
                 raise ValueError(f"{path}: {name} cannot be {shown(value)}.")
+        rows = values.get(HISTORY) or []
+        values[HISTORY] = [*earlier_rows(path, rows), *rows]
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def compute_steps(self, args: Options, max_steps: int) -> None:

@@ -13,6 +13,7 @@ from paceline.args.plan import Plan
 from paceline.checkpoint.folders import MANIFEST_NAME
 from paceline.checkpoint.layout import FULL_OPTIMIZER_NAME, MODEL_FOLDER, NOTES_NAME, OPTIMIZER_FOLDER, is_sharded
 from paceline.core.lineage import PROGRESS_FILE
+from paceline.core.log_text import BLOCK_FOLDER
 from paceline.core.optional import LateModule
 from paceline.hub.described import CardFacts, CheckpointForm, OptimizerFacts, num_items
 from paceline.pytorch.checkpoint import files
@@ -48,6 +49,7 @@ CHECKPOINT_FORM = CheckpointForm(
         files.SCHEDULER_NAME,
         files.SCALER_NAME,
         files.TRAINER_STATE_NAME,
+        f"{BLOCK_FOLDER}/*",
         "rng_state*.pth",
         CALLBACKS_FILE,
         PROGRESS_FILE,

@@ -392,9 +392,8 @@ def checkpointer_of(trainer: Trainer) -> Checkpointer:
         is_training=trainer.is_in_train,
         save_only_model=args.save_only_model,
     )
-    is_sharded = run is not None and wants_shards(args)  # checkpoints outside of a run are full
     chosen: Format = FullFormat(contents, saves)
-    if is_sharded:
+    if run is not None and wants_shards(args):  # checkpoints outside of a run are full
         chosen = sharded_format.ShardedFormat(contents, saves, args.ddp_timeout_delta)
     return Checkpointer(
         contents=contents,
@@ -412,6 +411,7 @@ def checkpointer_of(trainer: Trainer) -> Checkpointer:
             should_save=args.should_save,
             push_to_hub=args.push_to_hub,
             in_background=args.save_in_background,
+            all_rows=args.save_full_log_history,
             retention=retention_of(args),
             describe_arguments=args.to_sanitized_dict,
             restores_arguments=args.restore_callback_states_from_checkpoint,

@@ -32,6 +32,7 @@ _NEUTRAL = {
     "log_token_metrics",
     "logging_first_step", "logging_nan_inf_filter", "logging_steps", "logging_strategy",
     "per_device_eval_batch_size", "prediction_loss_only", "profile", "push_to_hub", "report_to",
+    "save_full_log_history",
     "save_in_background", "save_on_each_node", "save_only_model", "save_steps", "save_strategy", "save_total_limit",
     "skip_memory_metrics", "snapshot_ensemble", "stop_signals", "torch_empty_cache_steps",
     "enable_jit_checkpoint", "notes",

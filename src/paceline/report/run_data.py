@@ -19,6 +19,7 @@ from paceline.checkpoint import folders
 from paceline.core.counts import is_count, is_number
 from paceline.core.journal import FORMAT, JOURNAL_FILE, SKIPPED_FILE
 from paceline.core.lineage import KEY, RECORD_NAME, REPORT_FILE, mark_from
+from paceline.core.log_text import HISTORY, earlier_rows
 from paceline.core.record import jsonable
 from paceline.report.measured import TIME_KEYS, has_measurements, is_measured
 
@@ -173,7 +174,7 @@ def read_run(
         record=record,
         updates=updates,
         rows=[dict(row) for row in rows if _is_step(row.get("step"))],
-        state={key: value for key, value in state.items() if key != "log_history"},
+        state={key: value for key, value in state.items() if key != HISTORY},
         checkpoints=[
             CheckpointSize(path.name, folders.step_of(path), _num_bytes(path), path.name == best_name)
             for path in checkpoints
@@ -317,16 +318,24 @@ def _newest_state(checkpoints: Sequence[Path], problems: list[str]) -> dict[str,
     for path in reversed(checkpoints):
         state = _mapping(_read_json(path / STATE_FILE, problems))
         if state:
-            return state
+            return {**state, HISTORY: _saved_rows(path / STATE_FILE, state.get(HISTORY), problems)}
     return {}
+
+
+def _saved_rows(path: Path, newest: object, problems: list[str]) -> list[Any]:
+    """Returns the rows of a checkpoint's log; without those of damaged files, which are added to the problems."""
+    rows = newest if isinstance(newest, list) else []
+    try:
+        return [*earlier_rows(path, rows), *rows]
+    except (OSError, ValueError) as error:
+        problems.append(f"Earlier rows of {name_in(path)} could not be read: {error}")
+        return rows
 
 
 def _logged_rows(folder: Path, state: Mapping[str, Any], problems: list[str]) -> Sequence[Mapping[str, Any]]:
     """Returns the rows of `log.jsonl`, or those of the newest checkpoint if they reach a later step."""
     logged = [row for row in _read_lines(folder / LOG_FILE, problems) if _is_step(row.get("step"))]
-    saved = state.get("log_history")
-    saved = saved if isinstance(saved, list) else []
-    saved = [row for row in saved if isinstance(row, dict) and _is_step(row.get("step"))]
+    saved = [row for row in state.get(HISTORY, ()) if isinstance(row, dict) and _is_step(row.get("step"))]
     return saved if _last_step(saved) > _last_step(logged) else logged
 
 

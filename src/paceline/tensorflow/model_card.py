@@ -11,13 +11,16 @@ from typing import Any
 from paceline.checkpoint.folders import MANIFEST_NAME
 from paceline.checkpoint.resuming import STATE_FILE
 from paceline.core.lineage import PROGRESS_FILE
+from paceline.core.log_text import BLOCK_FOLDER
 from paceline.hub.described import CardFacts, CheckpointForm, OptimizerFacts
 from paceline.tensorflow.checkpoint.model_files import save_model
 from paceline.tensorflow.checkpoint.variables import INDEX_FILE, VARIABLES
 from paceline.tensorflow.data.sources import is_columns, make_source
 from paceline.tensorflow.framework import tf
 
-RESUME_FILES = (INDEX_FILE, f"{VARIABLES}.data-*", STATE_FILE, PROGRESS_FILE, MANIFEST_NAME)
+RESUME_FILES = (
+    INDEX_FILE, f"{VARIABLES}.data-*", STATE_FILE, f"{BLOCK_FOLDER}/*", PROGRESS_FILE, MANIFEST_NAME,
+)  # fmt: skip
 # package of a model's class -> library that the hub names for loading it; the first match
 _LIBRARIES = {"transformers": "transformers", "tf_keras": "tf-keras", "keras": "keras"}
 

@@ -201,6 +201,7 @@ def checkpointer_of(trainer: TFTrainer) -> Checkpointer:
         callback_handler=trainer.callback_handler,
         arguments=args.to_sanitized_dict(),
         retention=retention_of(args),
+        all_rows=args.save_full_log_history,
         is_model_only=args.save_only_model,
         with_arguments=args.restore_callback_states_from_checkpoint,
         is_writer=trainer.is_world_process_zero(),

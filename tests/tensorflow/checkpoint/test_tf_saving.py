@@ -20,7 +20,9 @@ from tf_models import Linear, losses, make_data, make_model, make_trainer, value
 from paceline import TFTrainer, TrainerCallback
 from paceline.checkpoint import lock
 from paceline.checkpoint.folders import list_checkpoints, verify
+from paceline.core import log_text
 from paceline.core.lineage import run_in
+from paceline.core.state import TrainerState
 from paceline.tensorflow.checkpoint.model_files import load_model, save_model
 from paceline.tensorflow.checkpoint.variables import CheckpointError
 from paceline.tensorflow.framework import keras, tf
@@ -435,3 +437,30 @@ def test_an_interrupted_evaluation_is_completed(tmp_path: Path, batch: int) -> N
     assert values(resumed.state.log_history)[:-1] == values(whole.state.log_history)[:-1]
     assert resumed.state.best_global_step == whole.state.best_global_step
     assert np.array_equal(weights(resumed.model), weights(whole.model))
+
+
+def test_the_blocks_of_a_long_log_are_shared_by_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_text, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(log_text, "CHUNKS_PER_BLOCK", 1)
+    trainer = make_trainer(
+        tmp_path / "whole", make_model(), DATA, max_steps=9, logging_steps=1, save_strategy="steps", save_steps=3
+    )
+    trainer.train()
+    states = {}
+    for step in (3, 6, 9):
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        assert verify(checkpoint) == []
+        states[step] = TrainerState.load_from_json(checkpoint / "trainer_state.json").log_history
+        assert states[step] == trainer.state.log_history[:step]
+    assert sorted(path.name for path in (tmp_path / "whole/checkpoint-6/log_history").iterdir()) == [
+        "rows-1-2.json",
+        "rows-3-4.json",
+    ]
+    assert not (tmp_path / "whole/checkpoint-9/log_history").exists()
+    resumed = make_trainer(
+        tmp_path / "resumed", make_model(), DATA, max_steps=9, logging_steps=1, save_strategy="steps", save_steps=1
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert resumed.state.log_history[:9] == states[9]
+    first, second = (tmp_path / f"resumed/checkpoint-{step}/log_history/rows-1-2.json" for step in (7, 8))
+    assert first.samefile(second)

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.checkpoint import folders
 from paceline.checkpoint.layout import DATA, OPTIMIZER, OPTIMIZER_FOLDER, PRECISION, RNG, SCHEDULER, is_sharded
+from paceline.checkpoint.log_blocks import StateFile, is_last_checkpoint
 from paceline.checkpoint.resuming import (
     STATE_FILE,
     announce_resume,
@@ -102,6 +103,7 @@ class SaveSettings:
         should_save: this process writes files, in formats in which not all processes write.
         push_to_hub: published checkpoints are uploaded.
         in_background: `save_in_background`.
+        all_rows: `save_full_log_history`.
         retention: decides which checkpoints are kept.
         describe_arguments: returns the arguments as plain values.
         restores_arguments: `restore_callback_states_from_checkpoint`.
@@ -111,6 +113,7 @@ class SaveSettings:
     should_save: bool
     push_to_hub: bool
     in_background: bool
+    all_rows: bool
     retention: Retention
     describe_arguments: Callable[[], Mapping[str, Any]]
     restores_arguments: bool
@@ -221,7 +224,9 @@ class Checkpointer:
             hooks.save_rng_state(path)
             self.write_items(path, further(self.items))
         self.state.record_callbacks([*self.handler.callbacks, self.read_control()])
-        job.later(partial(self.state.text(self.log_text).write, job.temporary / STATE_FILE))
+        is_whole = self.settings.all_rows or not self.in_run or is_last_checkpoint(self.state, self.read_control())
+        state_file = StateFile(self.state.text(self.log_text), self.log_text, job.folder, is_whole=is_whole)
+        job.later(partial(state_file.write, job.temporary, job.known))
         text, states = describe_progress(
             self.items,
             mark=self.mark_saved() if self.mark_saved is not None else None,

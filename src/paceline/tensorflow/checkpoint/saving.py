@@ -3,7 +3,7 @@
 A checkpoint is a folder `checkpoint-STEP` with
 
     variables.index, variables.data-*   model, optimizer, generators: `tf.train.Checkpoint(model=...)` reads them
-    trainer_state.json                  as on the torch side
+    trainer_state.json, log_history/    as on the torch side
     progress.json                       position in the data, callbacks, random state, arguments
     manifest.json                       size and SHA-256 of each file
 
@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoint import folders
-from paceline.checkpoint.resuming import STATE_FILE
+from paceline.checkpoint.log_blocks import StateFile, is_last_checkpoint
+from paceline.checkpoint.manifest import KnownFile
 from paceline.checkpoint.retention import Retention, rotate
 from paceline.checkpoint.space import Place
 from paceline.core.callback_states import callback_states, restore_callback_states
 from paceline.core.events import CallbackHandler
 from paceline.core.lineage import PROGRESS_FILE, RunMark, is_part, mark_of
+from paceline.core.log_text import LogText
 from paceline.core.state import TrainerControl, TrainerState, export_states
 from paceline.tensorflow.checkpoint.resume_state import RunInProgress, describe_progress
 from paceline.tensorflow.checkpoint.variables import num_bytes, optimizer_variables, restore_variables, write_variables
@@ -80,6 +82,7 @@ class Checkpointer:
         callback_handler: holds the callbacks whose states are saved.
         arguments: options by name, as plain values; recorded in the checkpoint.
         retention: decides which checkpoints are kept.
+        all_rows: `save_full_log_history`.
         is_model_only: the optimizer is not saved.
         with_arguments: callbacks are restored with the arguments of their constructors.
         is_writer: this process writes the files; the others only take part in reading the variables.
@@ -96,6 +99,7 @@ class Checkpointer:
     callback_handler: CallbackHandler
     arguments: Mapping[str, Any]
     retention: Retention
+    all_rows: bool = False
     is_model_only: bool = False
     with_arguments: bool = False
     is_writer: bool = True
@@ -128,10 +132,13 @@ class Checkpointer:
         exported = export_states([item for item in exporting if callable(getattr(item, "state", None))])
         try:
             Place(self.folder).check(self.num_bytes())
-            with folders.staged(folder) as temporary:
+            known: dict[str, KnownFile] = {}
+            with folders.staged(folder, known) as temporary:
                 self._fill(temporary)
                 written = dataclasses.replace(state, best_model_checkpoint=best, stateful_callbacks=exported)
-                written.text(run.log_text if run is not None else None).write(temporary / STATE_FILE)
+                log = run.log_text if run is not None else LogText()
+                is_whole = self.all_rows or run is None or is_last_checkpoint(state, control)
+                StateFile(written.text(log), log, folder, is_whole=is_whole).write(temporary, known)
                 progress = self._describe_progress(state, run)
                 (temporary / PROGRESS_FILE).write_text(progress, encoding="utf-8")
             rotate(self.folder, self.retention, list(state.log_history), best, run=mark)
