@@ -46,7 +46,7 @@ def loaded(checkpoint: Path) -> TrainerState:
 
 
 def blocks_in(checkpoint: Path) -> list[Path]:
-    return sorted((checkpoint / BLOCK_FOLDER).glob("*"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted((checkpoint / BLOCK_FOLDER).glob("rows-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def trained(num_rows: int) -> TrainerState:
@@ -189,6 +189,30 @@ def test_a_whole_file_beside_the_blocks_of_a_copied_checkpoint_is_read_alone(tmp
     assert json.dumps(loaded(checkpoint).log_history) == json.dumps(state.log_history)
 
 
+@pytest.mark.parametrize("rows", [[], rows_of(9, 30), rows_of(29, 30)])
+def test_a_file_of_other_rows_beside_blocks_is_read_alone(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    checkpoint = save(trained(30), LogText(), tmp_path)
+    state = trained(30)
+    state.log_history = rows
+    state.save_to_json(checkpoint / STATE_FILE)
+    assert loaded(checkpoint) == state
+
+
+def test_rows_that_are_all_alike_are_all_read(tmp_path: Path) -> None:
+    state = trained(30)
+    state.log_history = [{"loss": 1.0, "step": 0} for _ in range(30)]
+    assert loaded(save(state, LogText(), tmp_path)) == state
+
+
+def test_values_that_are_not_plain_do_not_end_the_sharing(tmp_path: Path) -> None:
+    state, log = trained(30), LogText()
+    state.log_history[3]["path"] = Path("a")
+    first = save(state, log, tmp_path)
+    state.global_step += 1
+    second = save(state, log, tmp_path)
+    assert all(one.samefile(other) for one, other in zip(blocks_in(first), blocks_in(second), strict=True))
+
+
 def test_the_first_block_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "paceline")
     state, log = trained(11), LogText()
@@ -204,7 +228,13 @@ def test_the_first_block_is_reported_once(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda block: block.unlink(), "rows 1 to 6 is missing"),
+        (lambda block: block.unlink(), "lacks the file of rows 1 and following"),
+        (lambda block: block.with_name("rows-13-18.json").unlink(), "lacks the file of rows 13 and following, of 24"),
+        (lambda block: block.with_name("rows-19-24.json").unlink(), "lacks the file of rows 19 and following, of 24"),
+        (lambda block: block.rename(block.with_name("rows-1-0.json")), "lacks the file of rows 1 and following"),
+        (lambda block: block.with_name("index.json").write_text("["), "index.json is not readable as JSON"),
+        (lambda block: block.with_name("index.json").write_text("[]"), "index.json should hold a number"),
+        (lambda block: block.with_name("index.json").write_text('{"num_rows": -1}'), "index.json should hold a number"),
         (lambda block: block.write_text("["), "not readable as JSON"),
         (lambda block: block.write_text("[" * 100_000), "not readable as JSON"),
         (lambda block: block.write_text("{}"), "should hold a list of log rows"),
@@ -213,7 +243,7 @@ def test_the_first_block_is_reported_once(tmp_path: Path, caplog: pytest.LogCapt
         (lambda block: block.write_bytes(b"\xff"), "not readable as JSON"),
         (lambda block: (block.unlink(), block.mkdir()), "is no file of log rows"),
         (lambda block: (block.unlink(), os.mkfifo(block)), "is no file of log rows"),
-        (lambda block: os.truncate(block, 1 << 29), "is no file of log rows"),
+        (lambda block: os.truncate(block, 1 << 31), "is no file of log rows"),
     ],
 )
 def test_missing_and_damaged_blocks_are_errors(tmp_path: Path, harm: Any, message: str) -> None:

@@ -564,8 +564,8 @@ class PacelineSection(AverageSection, DistillationSection):
     save_full_log_history: bool = option(
         False,
         "Write all rows of the log into trainer_state.json of each checkpoint. Otherwise, from 8,192 rows on, it holds "
-        "the newest rows, and log_history/ beside it the earlier ones, in files that checkpoints share. The last "
-        "checkpoint of a run, and save_state(), always write all.",
+        "the newest rows, and log_history/ beside it the earlier ones, in files that checkpoints share. A "
+        "checkpoint of the run's last step, and save_state(), always write all.",
     )
     checkpoint_format: str | None = option(
         None,

@@ -436,8 +436,8 @@ class PacelineSection(AverageSection, DistillationSection):
     the files are needed at once (a callback's on_save, an overridden _save) or memory is short, with a log line."""
     save_full_log_history: bool = ...
     """Write all rows of the log into trainer_state.json of each checkpoint. Otherwise, from 8,192 rows on, it holds
-    the newest rows, and log_history/ beside it the earlier ones, in files that checkpoints share. The last
-    checkpoint of a run, and save_state(), always write all."""
+    the newest rows, and log_history/ beside it the earlier ones, in files that checkpoints share. A checkpoint of
+    the run's last step, and save_state(), always write all."""
     checkpoint_format: str | None = ...
     """'full': rank 0 writes the full model; 'sharded': each rank writes its shard, which any number of processes can
     load and `paceline export` consolidates. Unset: state_dict_type in fsdp_config, or 'full'."""

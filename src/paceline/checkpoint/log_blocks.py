@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.manifest import KnownFile, identity_of
-from paceline.core.log_text import BLOCK_FOLDER, Block, LogText, StateText, StoredBlock
+from paceline.core.log_text import BLOCK_FOLDER, INDEX_NAME, Block, LogText, StateText, StoredBlock
 from paceline.core.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -47,38 +47,40 @@ class StateFile:
 
         Raises: OSError.
         """
-        self.text.write(temporary / STATE_FILE, with_blocks=self.is_whole)
-        if self.is_whole:
+        self.text.write(temporary / STATE_FILE, is_whole=self.is_whole)
+        index = self.text.index()
+        if self.is_whole or index is None:
             return
+        (temporary / BLOCK_FOLDER).mkdir(exist_ok=True)
+        (temporary / BLOCK_FOLDER / INDEX_NAME).write_bytes(index)
         stored = {}
         for block in self.text.blocks():
             stored[block.name] = self._write_block(block, temporary / block.name, known)
-        if stored and not self.log.stored:
+        if not self.log.stored:
             logger.info(
                 "From %s on, %s of a checkpoint holds the newest rows of the log, and %s/ beside it those before them. "
-                "The last checkpoint of a run holds all; save_full_log_history=True writes all each time.",
+                "That of the last step holds all; save_full_log_history=True writes all each time.",
                 *(self.final, STATE_FILE, BLOCK_FOLDER),
             )
-        self.log.stored = stored
+        self.log.stored = stored  # of a checkpoint that is not published, no path exists, and nothing is linked
 
     def _write_block(self, block: Block, target: Path, known: dict[str, KnownFile]) -> StoredBlock:
-        target.parent.mkdir(exist_ok=True)
         target.unlink(missing_ok=True)  # left by a failed attempt, and perhaps shared with another checkpoint
-        linked = _link(block, self.log.stored.get(block.name), target)
+        earlier = self.log.stored.get(block.name)
+        if earlier is not None and block.digest is not None and block.digest == earlier.digest:
+            sha256 = earlier.sha256
+        else:  # rows without a digest are compared by their text
+            sha256 = hashlib.sha256(block.text()).hexdigest()
+        linked = _link(earlier, target) if earlier is not None and earlier.sha256 == sha256 else None
         if linked is not None:
             known[block.name] = linked
-            sha256 = linked.sha256
         else:
-            content = block.text()
-            target.write_bytes(content)
-            sha256 = hashlib.sha256(content).hexdigest()
+            target.write_bytes(block.text())
         return StoredBlock(self.final / block.name, block.digest, sha256, identity_of(target))
 
 
-def _link(block: Block, earlier: StoredBlock | None, target: Path) -> KnownFile | None:
-    """Links the file of an earlier checkpoint to `target`. Returns None if the block must be written."""
-    if earlier is None or block.digest is None or block.digest != earlier.digest:
-        return None
+def _link(earlier: StoredBlock, target: Path) -> KnownFile | None:
+    """Links the file of an earlier checkpoint to `target`. Returns None if it was deleted or cannot be linked."""
     known = KnownFile(earlier.sha256, earlier.identity)
     if not known.is_still(earlier.path):
         return None

@@ -22,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from paceline.args.secrets import masked
+from paceline.core.counts import is_count
 from paceline.core.metrics import jsonable
 
 CHUNK_ROWS = 256  # number of rows that are encoded, compressed and compared together
 CHUNKS_PER_BLOCK = 16  # 4,096 rows, 0.7 MB
-BLOCK_FOLDER = "log_history"  # of the blocks, beside the file
+BLOCK_FOLDER = "log_history"  # of the blocks and their index, beside the file
+INDEX_NAME = "index.json"
 HISTORY = "log_history"
 FOLDER = "best_model_checkpoint"  # not masked: a resumed run looks for this folder
 
 Row = Mapping[str, Any]
 
 _BLOCK_NAME = re.compile(r"rows-(\d{1,15})-(\d{1,15})\.json")
-_MOST_BLOCK_BYTES = 1 << 28  # a block of 4,096 rows of five numbers has 0.7 MB
+_MOST_BLOCK_BYTES = 1 << 30  # a block of 4,096 rows of five numbers has 0.7 MB
 
 
 class Chunk:
@@ -118,11 +120,11 @@ class StateText:
         self._old = rows[: len(chunks) * CHUNK_ROWS]
         self._new = encode_rows(rows[len(self._old) :])
 
-    def write(self, path: str | os.PathLike[str], *, with_blocks: bool = True) -> None:
+    def write(self, path: str | os.PathLike[str], *, is_whole: bool = True) -> None:
         """Writes the file atomically.
 
         Args:
-            with_blocks: write all rows; False leaves out those of `blocks`.
+            is_whole: write all rows; False leaves out those of `blocks`.
 
         Raises: OSError.
         """
@@ -131,7 +133,7 @@ class StateText:
         with open(temporary, "wb") as file:
             file.write(self._head.encode())
             start = b"[\n"
-            for part in self._parts(0 if with_blocks else self._num_blocks * CHUNKS_PER_BLOCK):
+            for part in self._parts(0 if is_whole else self._num_blocks * CHUNKS_PER_BLOCK):
                 file.write(start)
                 file.write(part)
                 start = b",\n"
@@ -150,6 +152,18 @@ class StateText:
             name = f"rows-{first * CHUNK_ROWS + 1}-{(first + CHUNKS_PER_BLOCK) * CHUNK_ROWS}.json"
             digest = b"".join(one for one in digests if one is not None) if None not in digests else None
             yield Block(f"{BLOCK_FOLDER}/{name}", digest, partial(self._block_text, first))
+
+    def index(self) -> bytes | None:
+        """Returns the content of the index of all blocks, after `write`; None without blocks.
+
+        It has the number of their rows, and a digest of the row after them, which shows that a state's file and the
+        blocks beside it belong together.
+        """
+        if not self._num_blocks:
+            return None
+        first = self._num_blocks * CHUNKS_PER_BLOCK
+        following = json.loads(b"[" + self._chunks[first].text() + b"]")[0]
+        return json.dumps({"num_rows": first * CHUNK_ROWS, "next_row": row_digest(following)}).encode()
 
     @property
     def _num_blocks(self) -> int:
@@ -190,46 +204,57 @@ class LogText:
 
 
 def earlier_rows(path: Path, rows: Sequence[Any]) -> list[Any]:
-    """Returns the rows that precede those in a state's file; empty if the file holds all rows.
+    """Returns the rows that precede those in a state's file.
+
+    They are empty without an index of blocks beside the file, and if the index belongs to another file: one written
+    with all rows into a copy of a checkpoint, for example.
 
     Args:
-        path: the state's file; the blocks of its log, if there are any, lie beside it.
+        path: the state's file.
         rows: the rows in the file.
 
     Raises:
-        ValueError: a block is missing or damaged; the message names it.
-        OSError: a block cannot be read.
+        ValueError: the index or a block is missing or damaged; the message names it.
+        OSError: a file cannot be read.
     """
     folder = path.parent / BLOCK_FOLDER
-    matches = [_BLOCK_NAME.fullmatch(name) for name in os.listdir(folder)] if folder.is_dir() else []
-    spans = sorted((int(match[1]), int(match[2]), match[0]) for match in matches if match is not None)
+    if not rows or not (folder / INDEX_NAME).exists():
+        return []
+    index = _read_json(folder / INDEX_NAME)
+    number = index.get("num_rows") if isinstance(index, dict) else None
+    if not is_count(number):
+        raise ValueError(f"{folder / INDEX_NAME} should hold a number of rows.")
+    if index.get("next_row") != row_digest(rows[0]):
+        return []
+    matches = [_BLOCK_NAME.fullmatch(name) for name in os.listdir(folder)]
+    lasts = {int(match[1]): int(match[2]) for match in matches if match is not None}
     found: list[Any] = []
-    for first, last, name in spans:
-        if first != len(found) + 1:
-            raise ValueError(f"{folder}: the file of rows {len(found) + 1} to {first - 1} is missing.")
-        block = _read_block(folder / name)
-        if len(block) != last - first + 1:
-            raise ValueError(f"{folder / name} holds {len(block)} rows.")
-        if not found and rows and _is_same(rows[0], block[0]):
-            return []  # the file was written with all rows, beside the blocks of a copied checkpoint
+    while len(found) < number:
+        first = len(found) + 1
+        last = lasts.get(first, 0)
+        if last < first:
+            raise ValueError(f"{folder} lacks the file of rows {first} and following, of {number}.")
+        block = _read_json(folder / f"rows-{first}-{last}.json")
+        if not isinstance(block, list) or not all(isinstance(row, dict) for row in block):
+            raise ValueError(f"{folder / f'rows-{first}-{last}.json'} should hold a list of log rows.")
+        if len(block) != last - first + 1 or last > number:
+            raise ValueError(f"{folder / f'rows-{first}-{last}.json'} holds {len(block)} rows.")
         found += block
     return found
 
 
-def _read_block(path: Path) -> list[Any]:
+def row_digest(row: object) -> str:
+    """Returns a digest of a row read from JSON."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
+
+
+def _read_json(path: Path) -> Any:
     if not path.is_file() or path.stat().st_size > _MOST_BLOCK_BYTES:
         raise ValueError(f"{path} is no file of log rows.")
     try:
-        block = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(block, list) or not all(isinstance(row, dict) for row in block):
-        raise ValueError(f"{path} should hold a list of log rows.")
-    return block
-
-
-def _is_same(one: object, other: object) -> bool:
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN is equal to itself here
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:

@@ -412,6 +412,7 @@ class TrainerState:
 
         Raises:
             ValueError: the file is not the JSON of a state, or rows of its log are missing; the message names the file.
+            OSError: a file cannot be read.
         """
         path = Path(json_path)
         try:

@@ -453,6 +453,7 @@ def test_the_blocks_of_a_long_log_are_shared_by_checkpoints(tmp_path: Path, monk
         states[step] = TrainerState.load_from_json(checkpoint / "trainer_state.json").log_history
         assert states[step] == trainer.state.log_history[:step]
     assert sorted(path.name for path in (tmp_path / "whole/checkpoint-6/log_history").iterdir()) == [
+        "index.json",
         "rows-1-2.json",
         "rows-3-4.json",
     ]
